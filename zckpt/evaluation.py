@@ -1,0 +1,164 @@
+"""Evaluate a live model on the weights that are saved, and leave no trace of it.
+
+The module computes through DeepSpeed's own hooks, which gather and release parameters as they go.
+What an evaluation would change is kept and put back: gathered copies, the modes, counters and flags
+of every module, buffers, random states, and the trace by which DeepSpeed prefetches (the evaluation
+runs on a copy of it).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import random
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from zckpt.errors import UnsupportedError
+from zckpt.live import LiveModel, set_aside
+from zckpt.manifest import EvalRecord, Loss
+from zckpt.ranks import Team
+
+EvalFn = Callable[[nn.Module], float]
+
+
+def check_can_evaluate(live: LiveModel) -> None:
+    """Raise an `UnsupportedError` for a model whose forward cannot run as it is."""
+    if live.kind == "zero.Init module":
+        raise UnsupportedError(
+            "eval_fn needs a module that can compute, and this one is partitioned without an "
+            "engine; call deepspeed.initialize first, or save without eval_fn."
+        )
+
+
+def evaluate(
+    live: LiveModel,
+    team: Team,
+    eval_fn: EvalFn,
+    *,
+    stale_copies: Sequence[str],
+    is_of_saved_values: bool,
+) -> EvalRecord:
+    """Return what `eval_fn` says of the partitions, and of the stale copies where there are any.
+
+    **Collective.** An error of `eval_fn` on any rank is raised on all.
+    """
+    with_stale = None
+    if stale_copies:
+        with_stale = _mean(_run(live, team, eval_fn, hide_copies=False))
+    values = _run(live, team, eval_fn, hide_copies=True)
+    floating = [p for p in live.module.parameters() if p.is_floating_point()]
+    return EvalRecord(
+        mean=_loss(_mean(values)),
+        ranks=tuple(map(_loss, values)),
+        weights="live",
+        is_of_saved_values=is_of_saved_values,
+        dtype=",".join(sorted({str(p.dtype).removeprefix("torch.") for p in floating})),
+        device=",".join(sorted({p.device.type for p in floating})),
+        with_stale_copies=None if with_stale is None else _loss(with_stale),
+    )
+
+
+def _run(live: LiveModel, team: Team, eval_fn: EvalFn, *, hide_copies: bool) -> list[float]:
+    """Return every rank's value of `eval_fn`, in rank order."""
+    value = 0.0
+    with team.through_collectives("running eval_fn"), _untouched(live, hide_copies=hide_copies):
+        value = float(eval_fn(live.module))
+    return team.gather(value)
+
+
+@contextlib.contextmanager
+def _untouched(live: LiveModel, *, hide_copies: bool) -> Iterator[None]:
+    """Run the block in eval mode without gradients, and put everything back."""
+    module = live.module
+    parameters = [entry.tensor for entry in live.partitioned]
+    with (
+        _counters_kept(module),
+        _buffers_kept(module),
+        _random_state_kept(),
+        set_aside(parameters, hide=hide_copies),
+        _scratch_trace(live),
+        torch.no_grad(),
+    ):
+        module.eval()
+        yield
+
+
+@contextlib.contextmanager
+def _counters_kept(module: nn.Module) -> Iterator[None]:
+    """Keep each module's own flags and counters: `training`, and those of DeepSpeed's hooks."""
+    kept = [
+        (child, {k: v for k, v in vars(child).items() if isinstance(v, (bool, int))})
+        for child in module.modules()
+    ]
+    try:
+        yield
+    finally:
+        for child, attributes in kept:
+            vars(child).update(attributes)
+
+
+@contextlib.contextmanager
+def _buffers_kept(module: nn.Module) -> Iterator[None]:
+    kept = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, values in kept:
+                buffer.copy_(values)
+
+
+@contextlib.contextmanager
+def _random_state_kept() -> Iterator[None]:
+    """Keep the random states of torch (every device in use), Python and NumPy."""
+    numpy = sys.modules.get("numpy")
+    python_state = random.getstate()
+    numpy_state = numpy.random.get_state() if numpy is not None else None
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    with torch.random.fork_rng(devices=devices):
+        try:
+            yield
+        finally:
+            random.setstate(python_state)
+            if numpy is not None:
+                numpy.random.set_state(numpy_state)
+
+
+@contextlib.contextmanager
+def _scratch_trace(live: LiveModel) -> Iterator[None]:
+    """Let DeepSpeed's coordinator work on copies of its queues and counters inside the block."""
+    offload = live.offload
+    if offload is None:
+        yield
+        return
+    original = offload.param_coordinator
+    in_flight = getattr(live.module, "ds_inflight_param_registry", None)
+    scratch = copy.copy(original)
+    scratch_in_flight: Any = {} if in_flight is None else type(in_flight)()
+    for name, value in vars(original).items():
+        if value is in_flight:
+            setattr(scratch, name, scratch_in_flight)
+        elif isinstance(value, (list, dict, set, deque)):
+            setattr(scratch, name, copy.copy(value))
+    offload.param_coordinator = scratch
+    try:
+        yield
+    finally:
+        for handle in list(scratch_in_flight.values()):
+            handle.wait()
+        offload.param_coordinator = original
+
+
+def _loss(value: float) -> Loss:
+    return Loss(decimal=repr(value), hex=value.hex())
+
+
+def _mean(values: Sequence[float]) -> float:
+    """Return the mean; exactly the common value where all are equal."""
+    return values[0] if len(set(values)) == 1 else sum(values) / len(values)

@@ -1,0 +1,84 @@
+"""What a Hugging Face model carries beside its weights: config, generation config, tokenizer, ties.
+
+Everything is asked of the objects themselves; transformers is never imported here.
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import nn
+
+from zckpt.errors import UsageError
+from zckpt.live import LiveModel
+from zckpt.manifest import TieRecord
+from zckpt.spec import DType
+
+
+class SavesPretrained(Protocol):
+    """A tokenizer, processor or the like."""
+
+    def save_pretrained(self, save_directory: str) -> Any:
+        """Write its files into a folder."""
+        ...
+
+
+def config_of(module: nn.Module) -> Any | None:
+    """Return the module's Hugging Face configuration, or None."""
+    config = getattr(module, "config", None)
+    return config if hasattr(config, "save_pretrained") else None
+
+
+def ties_of(live: LiveModel) -> TieRecord | None:
+    """Return whether input and output embeddings are tied by declaration and in fact.
+
+    None where the model has no configuration or not both embeddings. Identity decides, not values.
+    """
+    config = config_of(live.module)
+    ends = [_embedding(live.module, f"get_{end}_embeddings") for end in ("input", "output")]
+    if config is None or None in ends:
+        return None
+    declared = bool(getattr(config, "tie_word_embeddings", False))
+    groups = [next((e.name for e in live.entries if e.tensor is end), None) for end in ends]
+    return TieRecord(declared=declared, actual=groups[0] is not None and groups[0] == groups[1])
+
+
+def _embedding(module: nn.Module, getter: str) -> Any | None:
+    try:
+        return getattr(getattr(module, getter)(), "weight", None)
+    except (AttributeError, NotImplementedError, TypeError):
+        return None
+
+
+def write_assets(
+    live: LiveModel, folder: Path, dtype: DType | None, tokenizer: SavesPretrained | None
+) -> None:
+    """Write what `from_pretrained(folder)` needs beside the weights. Call on one rank.
+
+    The written config is a copy that describes the files: the dtype of the parameters, the class that was saved, and `tie_word_embeddings` as the tensors really are.
+
+    Raises:
+        UsageError: the tokenizer or processor has no `save_pretrained`.
+    """
+    config, ties = config_of(live.module), ties_of(live)
+    if config is not None:
+        written = copy.deepcopy(config)
+        written.architectures = [type(live.module).__name__]
+        if dtype is not None:
+            name = "dtype" if hasattr(written, "dtype") else "torch_dtype"
+            setattr(written, name, dtype.name)
+        if ties is not None and ties.declared and not ties.actual:
+            written.tie_word_embeddings = False
+        written.save_pretrained(str(folder))
+    generation = getattr(live.module, "generation_config", None)
+    if config is not None and hasattr(generation, "save_pretrained"):
+        generation.save_pretrained(str(folder))
+    if tokenizer is not None:
+        if not hasattr(tokenizer, "save_pretrained"):
+            raise UsageError(
+                f"tokenizer is a {type(tokenizer).__name__} without save_pretrained; pass a "
+                "Hugging Face tokenizer or processor."
+            )
+        tokenizer.save_pretrained(str(folder))

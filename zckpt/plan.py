@@ -1,0 +1,211 @@
+"""From specs to a save plan: which tensor goes where, in which bucket, written by which rank.
+
+Pure: no torch, no files, no ranks. Every rank makes the same plan from the same specs, so nothing
+of it has to be communicated. Every byte offset is known before a single tensor is read.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from zckpt.errors import UsageError
+from zckpt.spec import AliasGroup, DType, Span, TensorSpec
+
+INDEX_NAME = "model.safetensors.index.json"
+"""The file with which Hugging Face maps names to files when there is more than one."""
+
+FILE_PATTERN = "model{suffix}.safetensors"
+"""Hugging Face's file name, as a template for its splitting function."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedTensor:
+    """Where one stored tensor goes and who writes it."""
+
+    spec: TensorSpec
+    file: str
+    span: Span
+    writer_rank: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedFile:
+    """One safetensors file: its header, complete, and its final size."""
+
+    name: str
+    header: bytes
+    """Length prefix, JSON and padding: everything before the first tensor's bytes."""
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavePlan:
+    """All that is decided before the first byte is read."""
+
+    files: tuple[PlannedFile, ...]
+    tensors: Mapping[str, PlannedTensor]
+    """By owner name, in the order of the specs."""
+    buckets: tuple[tuple[str, ...], ...]
+    """Owner names handled in one window, in the order of the specs."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all safetensors files together."""
+        return sum(file.size_bytes for file in self.files)
+
+    @property
+    def main_dtype(self) -> DType | None:
+        """The dtype in which most bytes of floating parameters are stored, or None without any."""
+        bytes_of: Counter[DType] = Counter()
+        for tensor in self.tensors.values():
+            if tensor.spec.role == "parameter" and tensor.spec.dtype.is_floating:
+                bytes_of[tensor.spec.dtype] += tensor.spec.size_bytes
+        return max(bytes_of, key=bytes_of.__getitem__) if bytes_of else None
+
+    @property
+    def index(self) -> bytes | None:
+        """The Hugging Face index, or None when there is one file."""
+        if len(self.files) == 1:
+            return None
+        weight_map = {name: tensor.file for name, tensor in self.tensors.items()}
+        total_size = sum(tensor.spec.size_bytes for tensor in self.tensors.values())
+        index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
+        return (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()
+
+
+def make_plan(
+    specs: Sequence[TensorSpec],
+    groups: Sequence[AliasGroup],
+    *,
+    max_shard_size: int | str,
+    bucket_bytes: int,
+    window_bytes: Mapping[str, int],
+    writer_ranks: int,
+    rank_0_only: frozenset[str] = frozenset(),
+) -> SavePlan:
+    """Return where every tensor goes.
+
+    Args:
+        specs: the tensors to store, one per owner, in state-dict order.
+        groups: the alias group of each spec, in the same order.
+        max_shard_size: largest file, in bytes or as `"5GB"` (decimal, as Hugging Face counts). A
+            larger tensor gets a file of its own.
+        bucket_bytes: most bytes handled in one window; a larger tensor is a bucket of its own.
+        window_bytes: bytes that handling a tensor takes in memory, by owner name, in the order of
+            the specs.
+        writer_ranks: ranks 0 to `writer_ranks - 1` write; each bucket's tensors are dealt to them
+            so that they get about the same number of bytes.
+        rank_0_only: owner names whose values only rank 0 can vouch for.
+
+    Raises:
+        UsageError: nothing to store, or a size that makes no sense.
+    """
+    if not specs:
+        raise UsageError("there is nothing to save: the model has no parameters and no buffers.")
+    aliases = {group.owner: group.aliases for group in groups}
+    buckets = tuple(fill_buckets(window_bytes, bucket_bytes))
+    by_name = {spec.name: spec for spec in specs}
+    writers: dict[str, int] = {}
+    for bucket in buckets:
+        writers |= deal([by_name[name] for name in bucket], writer_ranks, rank_0_only)
+    files: list[PlannedFile] = []
+    planned: dict[str, PlannedTensor] = {}
+    for name, members in _split_into_files(specs, max_shard_size).items():
+        file, spans = lay_out_file(name, [by_name[m] for m in members], aliases)
+        files.append(file)
+        for member, span in spans.items():
+            planned[member] = PlannedTensor(
+                spec=by_name[member], file=name, span=span, writer_rank=writers[member]
+            )
+    ordered = {spec.name: planned[spec.name] for spec in specs}
+    return SavePlan(files=tuple(files), tensors=ordered, buckets=buckets)
+
+
+def lay_out_file(
+    name: str, specs: Iterable[TensorSpec], aliases: Mapping[str, Sequence[str]]
+) -> tuple[PlannedFile, dict[str, Span]]:
+    """Return a safetensors file's header and size, and each tensor's span.
+
+    Tensors lie as the safetensors library lays them: widest dtype first (so that every tensor is
+    aligned), then by name. The metadata maps each alias to its owner, the convention that
+    `safetensors.torch.load_model` reads. Format: https://github.com/huggingface/safetensors#format
+    """
+    ordered = sorted(specs, key=lambda spec: (-spec.dtype.size_bytes, spec.name))
+    metadata = {alias: spec.name for spec in ordered for alias in aliases.get(spec.name, ())}
+    entries: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
+    relative: dict[str, Span] = {}
+    end = 0
+    for spec in ordered:
+        start, end = end, end + spec.size_bytes
+        relative[spec.name] = Span(start, end)
+        entries[spec.name] = {
+            "dtype": spec.dtype.code,
+            "shape": list(spec.shape),
+            "data_offsets": [start, end],
+        }
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    header = len(text).to_bytes(8, "little") + text
+    base = len(header)
+    spans = {key: Span(base + span.start, base + span.end) for key, span in relative.items()}
+    return PlannedFile(name=name, header=header, size_bytes=base + end), spans
+
+
+def deal(
+    specs: Sequence[TensorSpec], ranks: int, rank_0_only: frozenset[str] = frozenset()
+) -> dict[str, int]:
+    """Return the rank that writes each tensor: the largest first, to the rank with least so far."""
+    load = [0] * ranks
+    writer: dict[str, int] = {}
+    pinned_first = sorted(
+        specs, key=lambda spec: (spec.name not in rank_0_only, -spec.size_bytes, spec.name)
+    )
+    for spec in pinned_first:
+        rank = 0 if spec.name in rank_0_only else load.index(min(load))
+        writer[spec.name] = rank
+        load[rank] += spec.size_bytes
+    return writer
+
+
+def fill_buckets(window_bytes: Mapping[str, int], bucket_bytes: int) -> Iterator[tuple[str, ...]]:
+    """Yield the names in order, in buckets of at most `bucket_bytes` or of one name.
+
+    Raises:
+        UsageError: a bucket size that is not positive.
+    """
+    if bucket_bytes <= 0:
+        raise UsageError(f"bucket_bytes must be positive, got {bucket_bytes}.")
+    bucket: list[str] = []
+    filled = 0
+    for name, size in window_bytes.items():
+        if bucket and filled + size > bucket_bytes:
+            yield tuple(bucket)
+            bucket, filled = [], 0
+        bucket.append(name)
+        filled += size
+    if bucket:
+        yield tuple(bucket)
+
+
+def _split_into_files(
+    specs: Sequence[TensorSpec], max_shard_size: int | str
+) -> dict[str, list[str]]:
+    from huggingface_hub import split_state_dict_into_shards_factory
+
+    if isinstance(max_shard_size, int) and max_shard_size <= 0:
+        raise UsageError(f"max_shard_size must be positive, got {max_shard_size}.")
+    if isinstance(max_shard_size, str) and max_shard_size.strip().startswith("-"):
+        raise UsageError(f"max_shard_size must be positive, got {max_shard_size!r}.")
+    try:
+        split = split_state_dict_into_shards_factory(
+            {spec.name: spec for spec in specs},
+            get_storage_size=lambda spec: spec.size_bytes,
+            filename_pattern=FILE_PATTERN,
+            max_shard_size=max_shard_size,
+        )
+    except ValueError as error:
+        raise UsageError(f"max_shard_size={max_shard_size!r} is not a size: {error}") from None
+    return split.filename_to_tensors

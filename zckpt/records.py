@@ -1,0 +1,196 @@
+"""What the manifest says about a live model: where values come from and what deserves a look."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+from zckpt import __version__
+from zckpt.hf import ties_of
+from zckpt.live import LiveModel, digest_of_tensor, dtype_of
+from zckpt.manifest import (
+    SCHEMA_VERSION,
+    AliasRecord,
+    Digest,
+    EvalRecord,
+    FileRecord,
+    Manifest,
+    Provenance,
+    RunRecord,
+    TensorRecord,
+    TieRecord,
+    UnstoredBuffer,
+)
+from zckpt.names import listed
+from zckpt.plan import SavePlan
+from zckpt.sources.engine import LiveSource, Weights
+from zckpt.spec import DType
+from zckpt.writers.stream import digest_bytes, digest_header
+
+
+def describe(
+    live: LiveModel,
+    source: LiveSource,
+    plan: SavePlan,
+    folder: Path,
+    *,
+    digests: Mapping[str, Digest],
+    world_size: int,
+    dtype: DType | None,
+    stale_copies: tuple[str, ...],
+    differing: Iterable[str],
+    evaluation: EvalRecord | None,
+) -> Manifest:
+    """Return the manifest of a folder that holds everything but the manifest. Local.
+
+    Args:
+        live: the model that was saved.
+        source: the source it was read through.
+        plan: where everything went.
+        folder: the finished folder.
+        digests: the digest of each stored tensor, by owner.
+        world_size: ranks that made the save.
+        dtype: what floating parameters were cast to.
+        stale_copies: names of gathered copies that disagreed with their partitions.
+        differing: names of replicated tensors that were not the same on every rank.
+        evaluation: what `eval_fn` said.
+    """
+    ties = ties_of(live)
+    return Manifest(
+        schema_version=SCHEMA_VERSION,
+        zckpt_version=__version__,
+        provenance=_provenance(live, world_size, source.weights, dtype),
+        files=_file_records(folder, plan),
+        tensors=_tensor_records(live, plan, digests, source.weights),
+        aliases=_alias_records(live),
+        unstored_buffers=_unstored_buffers(live),
+        left_out=live.left_out,
+        stale_copies=stale_copies,
+        ties=ties,
+        evaluation=evaluation,
+        warnings=_warnings(live, stale_copies, sorted(differing), ties),
+    )
+
+
+def describe_run(seconds: Mapping[str, float]) -> RunRecord:
+    """Return when, where and how fast a checkpoint is being made."""
+    now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    rounded = {phase: round(value, 3) for phase, value in seconds.items()}
+    return RunRecord(saved_at=now, host=socket.gethostname(), seconds=rounded)
+
+
+def _provenance(
+    live: LiveModel, world_size: int, weights: Weights, dtype: DType | None
+) -> Provenance:
+    model = type(live.module)
+    return Provenance(
+        source=live.kind,
+        engine=None if live.engine is None else type(live.engine).__name__,
+        zero_stage=live.zero_stage,
+        world_size=world_size,
+        deepspeed_version=None if live.kind == "module" else metadata.version("deepspeed"),
+        torch_version=str(torch.__version__),
+        model=f"{model.__module__}.{model.__qualname__}",
+        optimizer=live.optimizer_name,
+        global_step=None if live.engine is None else int(live.engine.global_steps),
+        weights=weights,
+        dtype=None if dtype is None else dtype.name,
+        view="raw",
+        removed_prefix=live.removed_prefix,
+    )
+
+
+def _tensor_records(
+    live: LiveModel,
+    plan: SavePlan,
+    digests: Mapping[str, Digest],
+    weights: Weights,
+) -> tuple[TensorRecord, ...]:
+    return tuple(
+        TensorRecord(
+            name=entry.name,
+            role=entry.role,
+            shape=entry.shape,
+            dtype=plan.tensors[entry.name].spec.dtype.name,
+            file=plan.tensors[entry.name].file,
+            start=plan.tensors[entry.name].span.start,
+            end=plan.tensors[entry.name].span.end,
+            digest=digests[entry.name],
+            trainable=entry.role == "parameter" and entry.tensor.requires_grad,
+            value_from=live.value_from(entry, weights),
+            optimizer=live.optimizer_name if id(entry.tensor) in live.owned else None,
+        )
+        for entry in live.entries
+    )
+
+
+def _alias_records(live: LiveModel) -> tuple[AliasRecord, ...]:
+    return tuple(
+        AliasRecord(owner=entry.group.owner, aliases=entry.group.aliases)
+        for entry in live.entries
+        if entry.group.aliases
+    )
+
+
+def _unstored_buffers(live: LiveModel) -> tuple[UnstoredBuffer, ...]:
+    return tuple(
+        UnstoredBuffer(
+            name=name,
+            shape=tuple(buffer.shape),
+            dtype=dtype_of(buffer, name).name,
+            digest=digest_of_tensor(buffer),
+        )
+        for name, buffer in live.unstored_buffers.items()
+    )
+
+
+def _file_records(folder: Path, plan: SavePlan) -> tuple[FileRecord, ...]:
+    headers = {file.name: file.header for file in plan.files}
+    records = []
+    for path in sorted(folder.iterdir()):
+        header = headers.get(path.name)
+        digest = digest_bytes(path.read_bytes()) if header is None else digest_header(header)
+        records.append(FileRecord(name=path.name, size_bytes=path.stat().st_size, digest=digest))
+    return tuple(records)
+
+
+def _warnings(
+    live: LiveModel,
+    stale_copies: Sequence[str],
+    differing: Sequence[str],
+    ties: TieRecord | None,
+) -> tuple[str, ...]:
+    found = [f"left out: {left.name} ({left.reason})" for left in live.left_out]
+    if stale_copies:
+        found.append(stale_warning(stale_copies))
+    if differing:
+        found.append(
+            f"not the same on every rank, so rank 0's values were saved: {listed(differing)}."
+        )
+    if ties is not None and ties.declared and not ties.actual:
+        found.append(
+            "the config declares tied word embeddings but they are two tensors; both were saved "
+            "and config.json says tie_word_embeddings=false."
+        )
+    if ties is not None and ties.actual and not ties.declared:
+        found.append(
+            "the word embeddings are one tensor although the config does not tie them; it was "
+            "saved once, and a model built from the config will hold two."
+        )
+    if live.removed_prefix:
+        found.append(f"every name began with {live.removed_prefix!r}, which was taken off.")
+    return tuple(found)
+
+
+def stale_warning(stale_copies: Sequence[str]) -> str:
+    """Return the sentence about gathered copies that are not what was trained."""
+    return (
+        f"{len(stale_copies)} gathered copies disagreed with their partitions: "
+        f"{listed(stale_copies)}. The partitions are what was trained; the model computes with the "
+        "copies until zckpt.resync(engine) refreshes them."
+    )

@@ -1,0 +1,1 @@
+"""Where tensors are put: `model` fills a live model of any kind."""

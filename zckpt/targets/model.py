@@ -1,0 +1,115 @@
+"""Fill a live model: plain tensors, ZeRO-3 partitions, gathered copies, fp32 masters.
+
+No gather, no broadcast: each rank asks for the element ranges that it holds and writes them in
+place. What the optimizer would write back at its next step, the masters, is filled too, so that a
+step at learning rate 0 leaves the weights as they were loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zckpt.errors import UnsupportedError
+from zckpt.live import CHUNK_BYTES, Entry, LiveModel, gathered_copy, partition_of
+from zckpt.names import listed, without_wrappers
+
+Read = Callable[[int, int], Tensor]
+"""Returns elements `[start, end)` of one flattened tensor."""
+
+
+def check_fillable(live: LiveModel) -> None:
+    """Raise, before anything is changed, for tensors that this target cannot fill.
+
+    Raises:
+        UnsupportedError: a tensor that a state-dict hook makes, or partitions out of reach.
+        LayoutError: partitions or masters that do not lie where DeepSpeed says.
+    """
+    made = [e.name for e in live.entries if not e.is_registered and e.role != "extra_state"]
+    if made:
+        raise UnsupportedError(
+            f"made by a state-dict hook of the target, so they cannot be filled: {listed(made)}."
+        )
+    for entry in live.entries:
+        for _ in _places(live, entry):
+            pass
+
+
+def materialize(module: nn.Module) -> list[str]:
+    """Give every meta parameter and persistent buffer memory on the CPU; return what stays meta.
+
+    Aliases stay aliases. Non-persistent buffers stay on the meta device: their values are in no
+    checkpoint.
+    """
+    made: dict[int, Tensor] = {}
+    left = []
+    for path, child in module.named_modules(remove_duplicate=False):
+        for name, parameter in child._parameters.items():
+            if parameter is not None and parameter.is_meta:
+                values = torch.empty_like(parameter, device="cpu")
+                made.setdefault(id(parameter), nn.Parameter(values, parameter.requires_grad))
+                child._parameters[name] = made[id(parameter)]  # type: ignore[assignment]
+        for name, buffer in child._buffers.items():
+            if buffer is None or not buffer.is_meta:
+                continue
+            if name in child._non_persistent_buffers_set:
+                left.append(f"{path}.{name}".lstrip("."))
+            else:
+                made.setdefault(id(buffer), torch.empty_like(buffer, device="cpu"))
+                child._buffers[name] = made[id(buffer)]
+    return left
+
+
+def settle(live: LiveModel) -> None:
+    """Wait for gathers in flight, so that their results cannot overwrite what is filled."""
+    in_flight = getattr(live.module, "ds_inflight_param_registry", None)
+    if in_flight:
+        for handle in list(in_flight.values()):
+            handle.wait()
+        in_flight.clear()
+
+
+@torch.no_grad()
+def fill(live: LiveModel, entry: Entry, read: Read) -> None:
+    """Put a tensor's values into every place of this rank that holds them.
+
+    Local. Memory: 16 MiB, or the tensor where it is not contiguous in the target.
+    """
+    if entry.role == "extra_state":
+        _set_extra_state(live, entry, read)
+    for values, start in _places(live, entry):
+        step = max(1, CHUNK_BYTES // values.element_size())
+        for offset in range(0, values.numel(), step):
+            part = values[offset : offset + step]
+            part.copy_(read(start + offset, start + offset + part.numel()))
+    if not entry.is_partitioned and not entry.tensor.is_contiguous():
+        entry.tensor.copy_(read(0, entry.tensor.numel()).view(entry.tensor.shape))
+    if getattr(entry.tensor, "ds_secondary_tensor", None) is not None:
+        entry.tensor.ds_secondary_tensor = None  # type: ignore[attr-defined]
+
+
+def _places(live: LiveModel, entry: Entry) -> Iterator[tuple[Tensor, int]]:
+    """Yield 1-D views of the memory that holds the tensor, and the element each begins with."""
+    tensor: Any = entry.tensor
+    if entry.is_partitioned:
+        partition = partition_of(tensor, entry.name)
+        yield partition.values, partition.start
+        copy = gathered_copy(tensor)
+        if copy is not None:
+            yield copy.detach().view(-1), 0
+    elif tensor.is_contiguous() and entry.is_registered and not tensor.is_meta:
+        yield tensor.detach().view(-1), 0
+    master = live.masters.get(id(tensor))
+    if master is not None:
+        yield master.values, master.start
+
+
+def _set_extra_state(live: LiveModel, entry: Entry, read: Read) -> None:
+    values = read(0, entry.tensor.numel()).view(entry.tensor.shape)
+    modules = {without_wrappers(path): child for path, child in live.module.named_modules()}
+    for name in entry.group.names:
+        path = (live.removed_prefix + name).rpartition("_extra_state")[0].rstrip(".")
+        modules[path].set_extra_state(values)
