@@ -83,6 +83,7 @@ def _untouched(live: LiveModel, *, hide_copies: bool) -> Iterator[None]:
         _random_state_kept(),
         set_aside(parameters, hide=hide_copies),
         _scratch_trace(live),
+        _torchs_own_linear(),
         torch.no_grad(),
     ):
         module.eval()
@@ -153,6 +154,25 @@ def _scratch_trace(live: LiveModel) -> Iterator[None]:
         for handle in list(scratch_in_flight.values()):
             handle.wait()
         offload.param_coordinator = original
+
+
+@contextlib.contextmanager
+def _torchs_own_linear() -> Iterator[None]:
+    """Compute linear layers as a process without DeepSpeed does.
+
+    ZeRO-3 replaces `torch.nn.functional.linear` in the whole process (`memory_efficient_linear`,
+    deepspeed/runtime/zero/linear.py). Its replacement rounds the product before it adds the bias,
+    so in 16 bits the same weights give another loss there than where they are reloaded.
+    """
+    module = sys.modules.get("deepspeed.runtime.zero.partition_parameters")
+    patcher = getattr(module, "InsertPostInitMethodToModuleSubClasses", None)
+    original = getattr(patcher, "linear_bk", nn.functional.linear)
+    in_use = nn.functional.linear
+    nn.functional.linear = original
+    try:
+        yield
+    finally:
+        nn.functional.linear = in_use
 
 
 def _loss(value: float) -> Loss:

@@ -141,7 +141,7 @@ def partition_of(parameter: Any, name: str) -> Partition:
     numel, size = int(parameter.ds_numel), int(held.numel())
     if hasattr(held, "ds_quant_scale"):
         raise UnsupportedError(f"{name} is held in quantized partitions, which cannot be filled.")
-    if str(getattr(held, "final_location", None)).lower().endswith("nvme"):
+    if getattr(held, "final_location", None) == "nvme":
         raise UnsupportedError(
             f"the partitions of {name} live on NVMe, which cannot be filled in place; load the "
             "checkpoint before deepspeed.initialize."

@@ -108,9 +108,7 @@ def make_plan(
     aliases = {group.owner: group.aliases for group in groups}
     buckets = tuple(fill_buckets(window_bytes, bucket_bytes))
     by_name = {spec.name: spec for spec in specs}
-    writers: dict[str, int] = {}
-    for bucket in buckets:
-        writers |= deal([by_name[name] for name in bucket], writer_ranks, rank_0_only)
+    writers = deal([[by_name[n] for n in bucket] for bucket in buckets], writer_ranks, rank_0_only)
     files: list[PlannedFile] = []
     planned: dict[str, PlannedTensor] = {}
     for name, members in _split_into_files(specs, max_shard_size).items():
@@ -155,19 +153,26 @@ def lay_out_file(
 
 
 def deal(
-    specs: Sequence[TensorSpec], ranks: int, rank_0_only: frozenset[str] = frozenset()
+    buckets: Iterable[Sequence[TensorSpec]], ranks: int, rank_0_only: frozenset[str] = frozenset()
 ) -> dict[str, int]:
-    """Return the rank that writes each tensor: the largest first, to the rank with least so far."""
-    load = [0] * ranks
-    writer: dict[str, int] = {}
-    pinned_first = sorted(
-        specs, key=lambda spec: (spec.name not in rank_0_only, -spec.size_bytes, spec.name)
-    )
-    for spec in pinned_first:
-        rank = 0 if spec.name in rank_0_only else load.index(min(load))
-        writer[spec.name] = rank
-        load[rank] += spec.size_bytes
-    return writer
+    """Return the rank that handles each tensor, so that ranks get about equally many bytes.
+
+    Within a bucket, where ranks work at the same time, the largest tensor first goes to the rank
+    with the fewest bytes of that bucket; among equals to the one with the fewest in all. So buckets
+    of one tensor go to the ranks in turn.
+    """
+    total = [0] * ranks
+    handler: dict[str, int] = {}
+    for bucket in buckets:
+        load = [0] * ranks
+        for spec in sorted(bucket, key=lambda s: (s.name not in rank_0_only, -s.size_bytes, s.name)):
+            rank = min(range(ranks), key=lambda r: (load[r], total[r]))
+            if spec.name in rank_0_only:
+                rank = 0
+            handler[spec.name] = rank
+            load[rank] += spec.size_bytes
+            total[rank] += spec.size_bytes
+    return handler
 
 
 def fill_buckets(window_bytes: Mapping[str, int], bucket_bytes: int) -> Iterator[tuple[str, ...]]:

@@ -132,9 +132,9 @@ def _reader(checkpoint: Consolidated, stored: str) -> target_model.Read:
 
 def _check_share(checkpoint: Consolidated, names: Sequence[str], team: Team) -> None:
     """Check this rank's share of the tensors, so that together the ranks check each once."""
-    writer = deal([checkpoint.spec(name) for name in names], team.size)
+    checker = deal([[checkpoint.spec(name) for name in names]], team.size)
     for name in names:
-        if writer[name] == team.rank:
+        if checker[name] == team.rank:
             checkpoint.check(name)
 
 
@@ -228,7 +228,7 @@ def _differences(
     if ours.shape != theirs.shape:
         return [f"{entry.name}: shape {list(ours.shape)}, stored {list(theirs.shape)}"]
     castable = ours.dtype.is_floating and theirs.dtype.is_floating
-    permitted = allow_cast or id(entry.tensor) in live.masters
+    permitted = allow_cast or id(entry.tensor) in live.masters or not ours.numel
     if ours.dtype != theirs.dtype and not (castable and permitted):
         return [f"{entry.name}: {ours.dtype.name}, stored {theirs.dtype.name}"]
     return []

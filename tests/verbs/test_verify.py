@@ -1,0 +1,417 @@
+"""verify: says that a checkpoint is fine when it is, and what is wrong when it is not."""
+
+import json
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from safetensors import safe_open
+from torch import nn
+
+import zckpt
+from zckpt.errors import NotACheckpointError, UsageError
+from zckpt.manifest import MANIFEST_NAME, RUN_NAME
+from zckpt.plan import INDEX_NAME
+
+ONE = "model.safetensors"
+
+
+class Model(nn.Module):
+    """A tied pair, a buffer and a configuration like Hugging Face's."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(2)
+        self.embed = nn.Embedding(6, 4)
+        self.mid = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 6, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("steps", torch.tensor(7))
+
+
+class Assets:
+    def save_pretrained(self, folder):
+        Path(folder, "vocab.json").write_text('{"a": 0}')
+
+
+@pytest.fixture(scope="module")
+def originals(tmp_path_factory):
+    place = tmp_path_factory.mktemp("originals")
+    zckpt.save_consolidated(Model(), place / "one", tokenizer=Assets(), eval_fn=lambda m: 1 / 3)
+    zckpt.save_consolidated(Model(), place / "many", max_shard_size=100)
+    zckpt.save_consolidated(Model(), place / "nan", eval_fn=lambda m: math.nan)
+    assert len(list((place / "many").glob("*.safetensors"))) > 1
+    return place
+
+
+@pytest.fixture
+def folder(originals, tmp_path):
+    return shutil.copytree(originals / "one", tmp_path / "saved")
+
+
+@pytest.fixture
+def many(originals, tmp_path):
+    return shutil.copytree(originals / "many", tmp_path / "saved")
+
+
+def edit_json(path, change):
+    tree = json.loads(path.read_bytes())
+    change(tree)
+    path.write_text(json.dumps(tree))
+
+
+def rewrite(path, change, metadata=None):
+    """Write a safetensors file anew, by the library, with its tensors and metadata changed."""
+    with safe_open(path, "pt") as handle:
+        kept = handle.metadata()
+    tensors = safetensors.torch.load_file(path)
+    change(tensors)
+    safetensors.torch.save_file(tensors, path, metadata=kept if metadata is None else metadata)
+
+
+def flip(path, position):
+    data = bytearray(path.read_bytes())
+    data[position] ^= 1
+    path.write_bytes(data)
+
+
+def findings(folder, **options):
+    report = zckpt.verify(folder, **options)
+    assert report.is_fine == (not report.findings)
+    return {(f.kind, f.where): f.what for f in report.findings}
+
+
+def said(folder, **options):
+    """All that was found, as one text."""
+    return "\n".join(f"{k} {w}: {t}" for (k, w), t in findings(folder, **options).items())
+
+
+# ------------------------------------------------------------------ fine
+
+
+def test_a_fresh_checkpoint_is_fine(folder):
+    report = zckpt.verify(folder)
+    assert report.is_fine
+    assert report.findings == ()
+    assert report.has_manifest
+    tensors = safetensors.torch.load_file(folder / ONE)
+    assert report.tensors_checked == len(tensors)
+    assert report.bytes_checked == sum(t.numel() * t.element_size() for t in tensors.values())
+    assert (report.recorded_loss, report.loss, report.notes) == (None, None, ())
+
+
+def test_a_folder_of_several_files_is_fine_wherever_it_is(many):
+    moved = many.rename(many.parent / "elsewhere")
+    assert zckpt.verify(moved).is_fine
+    assert zckpt.verify(str(moved)).is_fine
+
+
+def test_a_folder_of_transformers_has_its_headers_and_index_compared(tmp_path):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(vocab_size=11, n_positions=8, n_embd=8, n_layer=1, n_head=2)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path, max_shard_size="2KB")
+    report = zckpt.verify(tmp_path)
+    assert report.is_fine
+    assert not report.has_manifest
+    assert report.tensors_checked == 0
+    assert MANIFEST_NAME in report.notes[0]
+
+
+def test_a_single_file_is_compared_with_itself(folder):
+    assert zckpt.verify(folder / ONE).is_fine
+    (folder / ONE).write_bytes((folder / ONE).read_bytes()[:-1])
+    assert ONE in said(folder / ONE)
+
+
+def test_what_comes_and_goes_beside_the_content_is_no_finding(folder):
+    (folder / RUN_NAME).unlink()
+    (folder / ".nfs0001").write_text("")
+    assert zckpt.verify(folder).is_fine
+
+
+# ------------------------------------------------------------------ files
+
+
+def test_a_missing_file_is_named(folder):
+    (folder / "vocab.json").unlink()
+    assert findings(folder) == {("corrupt", "vocab.json"): "in the manifest, not in the folder"}
+
+
+def test_a_missing_file_of_tensors_is_named(folder):
+    (folder / ONE).unlink()
+    assert ONE in said(folder)
+    assert said(folder).startswith("corrupt")
+
+
+def test_an_extra_file_is_named(folder):
+    (folder / "notes.txt").write_text("mine")
+    (folder / "sub").mkdir()
+    assert findings(folder) == dict.fromkeys(
+        [("differs", "notes.txt"), ("differs", "sub")], "in the folder, not in the manifest"
+    )
+
+
+def test_a_changed_file_is_named(folder):
+    (folder / "vocab.json").write_text('{"b": 0}')
+    assert "digest" in findings(folder)["corrupt", "vocab.json"]
+    assert len(findings(folder)) == 1
+
+
+def test_another_size_is_named(folder):
+    (folder / "vocab.json").write_text('{"a": 0} ')
+    assert findings(folder) == {("corrupt", "vocab.json"): "9 bytes, 8 in the manifest"}
+
+
+@pytest.mark.parametrize("keep", [0, 7, 300, -1])
+def test_a_cut_file_is_a_finding(folder, keep):
+    (folder / ONE).write_bytes((folder / ONE).read_bytes()[:keep])
+    assert ONE in said(folder)
+    assert not zckpt.verify(folder, headers_only=True).is_fine
+
+
+def test_a_changed_header_of_the_same_size_is_found_without_reading_tensors(folder):
+    """The metadata belongs to the header and to no tensor."""
+    data = (folder / ONE).read_bytes()
+    assert data.count(b'"format":"pt"') == 1
+    (folder / ONE).write_bytes(data.replace(b'"format":"pt"', b'"format":"tf"'))
+    found = findings(folder, headers_only=True)
+    assert list(found) == [("corrupt", ONE)]
+    assert "digest" in found["corrupt", ONE]
+
+
+@pytest.mark.parametrize("text", [b"", b"{", b'{"schema_version": 99}'])
+def test_a_garbled_manifest_is_a_finding(folder, text):
+    (folder / MANIFEST_NAME).write_bytes(text)
+    assert MANIFEST_NAME in said(folder)
+
+
+# ------------------------------------------------------------------ tensors
+
+
+def test_every_flipped_bit_of_a_tensor_is_found_by_name(folder):
+    spans = {n: t.span for n, t in zckpt.open(folder).stored.items()}
+    for name, span in spans.items():
+        for position in (span.start, span.end - 1):
+            flip(folder / ONE, position)
+            assert list(findings(folder)) == [("corrupt", name)]
+            flip(folder / ONE, position)
+    assert zckpt.verify(folder).is_fine
+
+
+def test_several_damaged_tensors_are_all_named(many):
+    places = {n: (t.path, t.span.start) for n, t in zckpt.open(many).stored.items()}
+    for path, start in places.values():
+        flip(path, start)
+    assert {where for _, where in findings(many)} == set(places)
+
+
+def test_headers_only_reads_no_tensor(folder):
+    flip(folder / ONE, -1)
+    report = zckpt.verify(folder, headers_only=True)
+    assert report.is_fine
+    assert (report.tensors_checked, report.bytes_checked) == (0, 0)
+    assert not zckpt.verify(folder).is_fine
+
+
+def test_a_tensor_that_is_gone_is_named(folder):
+    rewrite(folder / ONE, lambda tensors: tensors.pop("mid.bias"))
+    assert findings(folder)["corrupt", "mid.bias"] == "in the manifest, in no file"
+
+
+def test_a_tensor_too_many_is_named(folder):
+    rewrite(folder / ONE, lambda tensors: tensors.update(more=torch.ones(1)))
+    assert findings(folder)["corrupt", "more"] == "in a file, not in the manifest"
+
+
+def test_another_shape_or_dtype_is_named(folder):
+    def change(tensors):
+        tensors["mid.weight"] = tensors["mid.weight"].reshape(2, 8)
+        tensors["mid.bias"] = tensors["mid.bias"].view(torch.int32)
+
+    rewrite(folder / ONE, change)
+    found = findings(folder, headers_only=True)
+    assert "(2, 8)" in found["corrupt", "mid.weight"]
+    assert "int32" in found["corrupt", "mid.bias"]
+
+
+def test_progress_ends_at_all_bytes(folder):
+    calls = []
+    report = zckpt.verify(folder, progress=lambda *call: calls.append(call))
+    assert calls[-1] == (report.bytes_checked, report.bytes_checked)
+    assert [done for done, _ in calls] == sorted(done for done, _ in calls)
+    assert len(calls) == report.tensors_checked
+
+
+# ------------------------------------------------------------------ aliases
+
+
+def test_an_alias_that_is_stored_all_the_same_is_named(folder):
+    rewrite(
+        folder / ONE,
+        lambda tensors: tensors.update({"head.weight": tensors["embed.weight"].clone()}),
+    )
+    assert "alias" in findings(folder)["corrupt", "head.weight"]
+
+
+def test_an_alias_that_the_file_lacks_is_named(folder):
+    rewrite(folder / ONE, lambda tensors: None, metadata={"format": "pt"})
+    assert "None in the file" in findings(folder)["corrupt", "head.weight"]
+
+
+def test_an_alias_that_the_manifest_lacks_is_named(folder):
+    edit_json(folder / MANIFEST_NAME, lambda tree: tree.update(aliases=[]))
+    assert "None in the manifest" in findings(folder)["corrupt", "head.weight"]
+
+
+def test_an_alias_of_another_owner_is_named(folder):
+    def change(tree):
+        tree["aliases"][0]["owner"] = "mid.weight"
+
+    edit_json(folder / MANIFEST_NAME, change)
+    what = findings(folder)["corrupt", "head.weight"]
+    assert "embed.weight in the file" in what
+    assert "mid.weight in the manifest" in what
+
+
+def test_an_alias_of_nothing_is_a_finding(folder):
+    def change(tree):
+        tree["aliases"][0]["owner"] = "nobody"
+
+    edit_json(folder / MANIFEST_NAME, change)
+    assert "nobody" in said(folder)
+
+
+# ------------------------------------------------------------------ index
+
+
+def index_names(folder):
+    return json.loads((folder / INDEX_NAME).read_bytes())["weight_map"]
+
+
+@pytest.fixture(params=["zckpt", "Hugging Face"])
+def indexed(request, many):
+    """A folder of several files, with its manifest and without."""
+    if request.param == "Hugging Face":
+        (many / MANIFEST_NAME).unlink()
+    assert zckpt.verify(many).is_fine
+    return many
+
+
+def test_a_name_that_only_the_index_has_is_found(indexed):
+    file = next(iter(index_names(indexed).values()))
+    edit_json(indexed / INDEX_NAME, lambda tree: tree["weight_map"].update(ghost=file))
+    assert "ghost" in said(indexed)
+
+
+def test_a_name_that_the_index_lacks_is_found(indexed):
+    edit_json(indexed / INDEX_NAME, lambda tree: tree["weight_map"].pop("mid.bias"))
+    assert "mid.bias" in said(indexed)
+
+
+def test_a_name_that_the_index_puts_into_another_file_is_found(indexed):
+    names = index_names(indexed)
+    other = next(file for file in names.values() if file != names["mid.bias"])
+    edit_json(indexed / INDEX_NAME, lambda tree: tree["weight_map"].update({"mid.bias": other}))
+    assert "mid.bias" in said(indexed)
+
+
+def test_a_file_that_the_index_lacks_is_found(indexed):
+    safetensors.torch.save_file({"x": torch.ones(1)}, indexed / "model-x.safetensors")
+    assert "model-x.safetensors" in said(indexed)
+
+
+def test_a_file_that_only_the_index_names_is_found(indexed):
+    edit_json(
+        indexed / INDEX_NAME, lambda tree: tree["weight_map"].update(ghost="gone.safetensors")
+    )
+    assert "gone.safetensors" in said(indexed)
+
+
+def test_a_missing_index_is_found(many):
+    (many / INDEX_NAME).unlink()
+    assert ("corrupt", INDEX_NAME) in findings(many)
+
+
+@pytest.mark.parametrize("text", [b"", b"[]", b'{"weight_map": 1}'])
+def test_a_garbled_index_is_a_finding(indexed, text):
+    (indexed / INDEX_NAME).write_bytes(text)
+    assert INDEX_NAME in said(indexed)
+
+
+def test_an_empty_placeholder_of_a_foreign_file_is_pointed_out(tmp_path):
+    tensors = {"a": torch.ones(2), "b": torch.empty(0)}
+    safetensors.torch.save_file(tensors, tmp_path / ONE)
+    found = findings(tmp_path)
+    assert list(found) == [("differs", "b")]
+    assert "placeholder" in found["differs", "b"]
+
+
+# ------------------------------------------------------------------ evaluation
+
+
+def test_the_recorded_loss_is_compared_exactly(folder):
+    paths = []
+    report = zckpt.verify(folder, eval_fn=lambda path: paths.append(path) or 1 / 3)
+    assert report.is_fine
+    assert report.loss == report.recorded_loss == 1 / 3
+    assert paths == [str(folder)]
+    found = findings(folder, eval_fn=lambda path: math.nextafter(1 / 3, 1))
+    assert list(found) == [("differs", "evaluation")]
+    assert repr(1 / 3) in found["differs", "evaluation"]
+
+
+@pytest.mark.parametrize("factor, rtol, is_fine", [(1.01, 0.02, True), (1.03, 0.02, False)])
+def test_the_tolerance_is_relative_to_the_recorded_loss(folder, factor, rtol, is_fine):
+    for sign in (factor, 2 - factor):
+        report = zckpt.verify(folder, eval_fn=lambda path, sign=sign: sign / 3, rtol=rtol)
+        assert report.is_fine == is_fine
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
+def test_a_loss_that_is_no_number_differs_whatever_the_tolerance(folder, loss):
+    assert ("differs", "evaluation") in findings(folder, eval_fn=lambda path: loss, rtol=1.0)
+
+
+def test_a_nan_equals_a_recorded_nan_and_nothing_else(originals):
+    assert zckpt.verify(originals / "nan", eval_fn=lambda path: math.nan).is_fine
+    found = findings(originals / "nan", eval_fn=lambda path: 1.0, rtol=10.0)
+    assert list(found) == [("differs", "evaluation")]
+
+
+def test_a_loss_of_other_values_than_the_saved_ones_is_explained(tmp_path):
+    zckpt.save_consolidated(Model(), tmp_path / "cast", dtype="bf16", eval_fn=lambda m: 1.0)
+    assert "live values" in said(tmp_path / "cast", eval_fn=lambda path: 2.0)
+
+
+def test_an_infinite_loss_equals_itself(tmp_path):
+    zckpt.save_consolidated(Model(), tmp_path / "inf", eval_fn=lambda m: math.inf)
+    assert zckpt.verify(tmp_path / "inf", eval_fn=lambda path: math.inf).is_fine
+    assert not zckpt.verify(tmp_path / "inf", eval_fn=lambda path: -math.inf).is_fine
+    assert not zckpt.verify(tmp_path / "inf", eval_fn=lambda path: 1.0, rtol=0.5).is_fine
+
+
+# ------------------------------------------------------------------ refusals
+
+
+def test_there_has_to_be_a_recorded_evaluation(many):
+    with pytest.raises(UsageError, match="no recorded evaluation"):
+        zckpt.verify(many, eval_fn=lambda path: 1.0)
+    (many / MANIFEST_NAME).unlink()
+    with pytest.raises(UsageError, match="no recorded evaluation"):
+        zckpt.verify(many, eval_fn=lambda path: 1.0)
+
+
+@pytest.mark.parametrize("rtol", [-1e-9, -1.0, math.nan])
+def test_a_tolerance_below_zero_is_refused(folder, rtol):
+    with pytest.raises(UsageError, match="rtol"):
+        zckpt.verify(folder, eval_fn=lambda path: 1.0, rtol=rtol)
+
+
+def test_nothing_to_verify_is_an_error_and_no_finding(tmp_path):
+    for path in (tmp_path, tmp_path / "nowhere"):
+        with pytest.raises(NotACheckpointError):
+            zckpt.verify(path)

@@ -1,0 +1,181 @@
+"""`zckpt verify`: is a checkpoint what its manifest says."""
+
+import contextlib
+import importlib
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal, cast
+
+import typer
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from zckpt.cli.errors import CORRUPT, DIFFERS, FINE
+from zckpt.cli.output import (
+    AsJson,
+    Quiet,
+    byte_bar,
+    count,
+    human,
+    loss_document,
+    print_json,
+    print_notes,
+    spinner,
+    stdout,
+)
+from zckpt.errors import UsageError
+
+if TYPE_CHECKING:
+    from zckpt.verbs.verify import VerifyReport
+
+EXAMPLES = (
+    "zckpt verify out/checkpoint-500",
+    "zckpt verify out/checkpoint-500 --eval my_eval:held_out_loss --rtol 1e-6",
+    "zckpt verify out/checkpoint-500 --headers-only --json",
+)
+
+Verdict = Literal["fine", "differs", "corrupt"]
+
+_STYLES = {"fine": "bold green", "differs": "bold yellow", "corrupt": "bold red"}
+_EXIT_CODES = {"fine": FINE, "differs": DIFFERS, "corrupt": CORRUPT}
+
+
+def command(
+    path: Annotated[
+        Path, typer.Argument(metavar="PATH", help="A zckpt or Hugging Face safetensors folder.")
+    ],
+    *,
+    headers_only: Annotated[
+        bool, typer.Option("--headers-only", help="Do not read and hash the tensors.")
+    ] = False,
+    eval_name: Annotated[
+        str | None,
+        typer.Option(
+            "--eval",
+            metavar="MODULE:FUNCTION",
+            help="Compare what this function returns for PATH with the recorded loss. The module "
+            "is looked for in the current directory too.",
+        ),
+    ] = None,
+    rtol: Annotated[
+        float, typer.Option(help="Largest difference of the losses, relative to the recorded one.")
+    ] = 0.0,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+) -> None:
+    """Compare a checkpoint with its manifest, its index and itself, and report every difference."""
+    if rtol and eval_name is None:
+        raise UsageError("--rtol is about the loss; it needs --eval MODULE:FUNCTION.")
+    evaluation = None if eval_name is None else _Evaluation(eval_name, quiet=quiet)
+    from zckpt.verbs.verify import verify
+
+    start = time.perf_counter()
+    with byte_bar("hashing", quiet=quiet) as advance:
+        report = verify(
+            path, headers_only=headers_only, eval_fn=evaluation, rtol=rtol, progress=advance
+        )
+    seconds = time.perf_counter() - start - (evaluation.seconds if evaluation else 0.0)
+    print_notes(report.notes, quiet=quiet)
+    (_print_document if as_json else _print)(report, seconds)
+    raise typer.Exit(_EXIT_CODES[_verdict(report)])
+
+
+class _Evaluation:
+    """The function of `--eval`: its prints go to stderr, and the time it takes is kept."""
+
+    def __init__(self, name: str, *, quiet: bool) -> None:
+        self._name = name
+        self._quiet = quiet
+        self._function = _import_function(name)
+        self.seconds = 0.0
+
+    def __call__(self, folder: str) -> float:
+        start = time.perf_counter()
+        with spinner(quiet=self._quiet) as tell, contextlib.redirect_stdout(sys.stderr):
+            tell(f"evaluating with {self._name}")
+            loss = float(self._function(folder))
+        self.seconds = time.perf_counter() - start
+        return loss
+
+
+def _import_function(name: str) -> Callable[[str], float]:
+    """Return the function that `package.module:function` names; what it prints goes to stderr."""
+    module_name, _, attribute = name.partition(":")
+    if not module_name or not attribute or module_name.startswith("."):
+        raise UsageError(f"--eval {name}: expected MODULE:FUNCTION, such as my_eval:held_out_loss.")
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise UsageError(f"--eval {name}: cannot import {module_name}: {error}.") from error
+    function = getattr(module, attribute, None)
+    if not callable(function):
+        raise UsageError(f"--eval {name}: {module_name} has no function {attribute}.")
+    return cast("Callable[[str], float]", function)
+
+
+def _verdict(report: "VerifyReport") -> Verdict:
+    kinds = {finding.kind for finding in report.findings}
+    return "corrupt" if "corrupt" in kinds else "differs" if kinds else "fine"
+
+
+def _print_document(report: "VerifyReport", seconds: float) -> None:
+    print_json(
+        {
+            "path": report.path,
+            "verdict": _verdict(report),
+            "findings": report.findings,
+            "has_manifest": report.has_manifest,
+            "tensors_checked": report.tensors_checked,
+            "bytes_checked": report.bytes_checked,
+            "seconds": round(seconds, 3),
+            "recorded_loss": loss_document(report.recorded_loss),
+            "loss": loss_document(report.loss),
+            "notes": report.notes,
+        }
+    )
+
+
+def _print(report: "VerifyReport", seconds: float) -> None:
+    console = stdout()
+    if report.has_manifest:
+        console.print(_checked(report, seconds))
+    if report.loss is not None and report.recorded_loss is not None:
+        now, then = report.loss, report.recorded_loss
+        console.print(f"loss now       {now!r}  {now.hex()}")
+        console.print(f"loss recorded  {then!r}  {then.hex()}")
+    verdict = _verdict(report)
+    if report.findings:
+        table = Table("kind", "where", "what", box=box.SIMPLE_HEAD)
+        for finding in report.findings:
+            kind = Text(finding.kind, _STYLES[finding.kind])
+            table.add_row(kind, Text(finding.where), Text(finding.what, overflow="fold"))
+        console.print(table)
+    found = count(len(report.findings), "finding")
+    said = {
+        "fine": "all that was compared agrees",
+        "differs": found,
+        "corrupt": f"{found}; take another copy or checkpoint",
+    }
+    console.print(
+        Text.assemble((verdict, _STYLES[verdict]), f": {report.path}: {said[verdict]}"),
+        soft_wrap=True,
+    )
+
+
+def _checked(report: "VerifyReport", seconds: float) -> str:
+    from zckpt.verbs.inspect import inspect
+
+    manifest = inspect(report.path).manifest
+    files = count(len(manifest.files) if manifest else 0, "file")
+    if not report.tensors_checked:
+        return f"{files} compared, no tensor hashed"
+    return (
+        f"{files} compared, {count(report.tensors_checked, 'tensor')} hashed, "
+        f"{human(report.bytes_checked)} in {seconds:.2f} s "
+        f"({report.bytes_checked / seconds / 1e9:.2f} GB/s)"
+    )
