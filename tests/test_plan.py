@@ -236,7 +236,7 @@ def test_a_bucket_size_that_is_not_positive_is_refused(bucket_bytes):
 @prove
 @given(spec_lists(max_size=20), st.integers(1, 6))
 def test_the_deal_is_even_up_to_the_largest_tensor(specs, ranks):
-    writer = deal(specs, ranks)
+    writer = deal([specs], ranks)
     assert writer.keys() == {spec.name for spec in specs}
     load = [0] * ranks
     for spec in specs:
@@ -244,12 +244,41 @@ def test_the_deal_is_even_up_to_the_largest_tensor(specs, ranks):
     assert max(load) - min(load) <= max(spec.size_bytes for spec in specs)
 
 
+def test_the_largest_are_dealt_first():
+    sizes = {"a": 1, "b": 1, "c": 2, "d": 3, "e": 3, "f": 6}
+    writer = deal([[spec(name, numel, "uint8") for name, numel in sizes.items()]], 2)
+    load = [sum(sizes[name] for name in sizes if writer[name] == rank) for rank in (0, 1)]
+    assert load == [8, 8]  # in the order given it would be 7 and 9
+
+
+@prove
+@given(spec_lists(max_size=20), st.integers(1, 6), st.integers(1, 5))
+def test_the_deal_is_even_within_every_bucket(specs, ranks, per_bucket):
+    buckets = [specs[i : i + per_bucket] for i in range(0, len(specs), per_bucket)]
+    writer = deal(buckets, ranks)
+    assert writer.keys() == {spec.name for spec in specs}
+    for bucket in buckets:
+        load = [0] * ranks
+        for spec in bucket:
+            load[writer[spec.name]] += spec.size_bytes
+        assert max(load) - min(load) <= max(spec.size_bytes for spec in bucket)
+
+
+def test_buckets_of_one_tensor_go_to_the_ranks_in_turn():
+    buckets = [[spec(name, 5, "float32")] for name in "abcdefg"]
+    writer = deal(buckets, 3)
+    assert sorted(list(writer.values()).count(rank) for rank in range(3)) == [2, 2, 3]
+    assert sorted(writer[name] for name in "abc") == [0, 1, 2]
+    plan = plan_of([spec for (spec,) in buckets], bucket_bytes=20, writer_ranks=3)
+    assert {name: tensor.writer_rank for name, tensor in plan.tensors.items()} == writer
+
+
 @prove
 @given(spec_lists(max_size=12), st.integers(1, 4), st.data())
 def test_rank_0_writes_what_only_it_can_vouch_for(specs, ranks, data):
     every = [spec.name for spec in specs]
     pinned = frozenset(data.draw(st.lists(st.sampled_from(every), unique=True)))
-    writer = deal(specs, ranks, pinned)
+    writer = deal([specs], ranks, pinned)
     assert {name for name in pinned if writer[name] != 0} == set()
     # the others fill up what the pinned ones leave
     load = [0] * ranks

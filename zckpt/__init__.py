@@ -23,16 +23,16 @@ _HOMES = {
 }
 """Each public name and the module it lives in."""
 
-__all__ = sorted(_HOMES)
+__all__ = list(_HOMES)
 
 if TYPE_CHECKING:
     from zckpt.errors import ZckptError as ZckptError
+    from zckpt.sources.consolidated import open as open  # noqa: A004 -- as zckpt.open
     from zckpt.verbs.restore import LoadReport as LoadReport
     from zckpt.verbs.restore import load_consolidated as load_consolidated
     from zckpt.verbs.resync import resync as resync
     from zckpt.verbs.save import SaveReport as SaveReport
     from zckpt.verbs.save import save_consolidated as save_consolidated
-    from zckpt.sources.consolidated import open as open
     from zckpt.verbs.verify import verify as verify
 
 

@@ -54,13 +54,13 @@ def evaluate(
     values = _run(live, team, eval_fn, hide_copies=True)
     floating = [p for p in live.module.parameters() if p.is_floating_point()]
     return EvalRecord(
-        mean=_loss(_mean(values)),
-        ranks=tuple(map(_loss, values)),
+        mean=Loss.of(_mean(values)),
+        ranks=tuple(map(Loss.of, values)),
         weights="live",
         is_of_saved_values=is_of_saved_values,
         dtype=",".join(sorted({str(p.dtype).removeprefix("torch.") for p in floating})),
         device=",".join(sorted({p.device.type for p in floating})),
-        with_stale_copies=None if with_stale is None else _loss(with_stale),
+        with_stale_copies=None if with_stale is None else Loss.of(with_stale),
     )
 
 
@@ -107,9 +107,13 @@ def _counters_kept(module: nn.Module) -> Iterator[None]:
 @contextlib.contextmanager
 def _buffers_kept(module: nn.Module) -> Iterator[None]:
     kept = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+    registered = [(child, dict(child.named_buffers(recurse=False))) for child in module.modules()]
     try:
         yield
     finally:
+        for child, buffers in registered:
+            for name, buffer in buffers.items():
+                setattr(child, name, buffer)
         with torch.no_grad():
             for buffer, values in kept:
                 buffer.copy_(values)
@@ -121,7 +125,8 @@ def _random_state_kept() -> Iterator[None]:
     numpy = sys.modules.get("numpy")
     python_state = random.getstate()
     numpy_state = numpy.random.get_state() if numpy is not None else None
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    has_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    devices = range(torch.cuda.device_count()) if has_cuda else ()
     with torch.random.fork_rng(devices=devices):
         try:
             yield
@@ -173,10 +178,6 @@ def _torchs_own_linear() -> Iterator[None]:
         yield
     finally:
         nn.functional.linear = in_use
-
-
-def _loss(value: float) -> Loss:
-    return Loss(decimal=repr(value), hex=value.hex())
 
 
 def _mean(values: Sequence[float]) -> float:

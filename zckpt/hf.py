@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from torch import nn
 
 from zckpt.errors import UsageError
-from zckpt.live import LiveModel
+from zckpt.live import LiveModel, class_name, identity
 from zckpt.manifest import TieRecord
 from zckpt.spec import DType
 
@@ -38,11 +38,10 @@ def ties_of(live: LiveModel) -> TieRecord | None:
     """
     config = config_of(live.module)
     ends = [_embedding(live.module, f"get_{end}_embeddings") for end in ("input", "output")]
-    if config is None or None in ends:
+    if config is None or any(end is None for end in ends):
         return None
     declared = bool(getattr(config, "tie_word_embeddings", False))
-    groups = [next((e.name for e in live.entries if e.tensor is end), None) for end in ends]
-    return TieRecord(declared=declared, actual=groups[0] is not None and groups[0] == groups[1])
+    return TieRecord(declared=declared, actual=identity(ends[0]) == identity(ends[1]))
 
 
 def _embedding(module: nn.Module, getter: str) -> Any | None:
@@ -57,7 +56,8 @@ def write_assets(
 ) -> None:
     """Write what `from_pretrained(folder)` needs beside the weights. Call on one rank.
 
-    The written config is a copy that describes the files: the dtype of the parameters, the class that was saved, and `tie_word_embeddings` as the tensors really are.
+    The written config is a copy that describes the files: the dtype of the parameters, the class
+    that was saved, and `tie_word_embeddings` as the tensors really are.
 
     Raises:
         UsageError: the tokenizer or processor has no `save_pretrained`.
@@ -65,7 +65,7 @@ def write_assets(
     config, ties = config_of(live.module), ties_of(live)
     if config is not None:
         written = copy.deepcopy(config)
-        written.architectures = [type(live.module).__name__]
+        written.architectures = [class_name(live.module)]
         if dtype is not None:
             name = "dtype" if hasattr(written, "dtype") else "torch_dtype"
             setattr(written, name, dtype.name)
@@ -73,7 +73,7 @@ def write_assets(
             written.tie_word_embeddings = False
         written.save_pretrained(str(folder))
     generation = getattr(live.module, "generation_config", None)
-    if config is not None and hasattr(generation, "save_pretrained"):
+    if config is not None and generation is not None:
         generation.save_pretrained(str(folder))
     if tokenizer is not None:
         if not hasattr(tokenizer, "save_pretrained"):

@@ -25,9 +25,9 @@ from zckpt.spec import DTYPES, AliasGroup, DType, Role, TensorSpec
 
 SourceKind = Literal["engine", "zero.Init module", "module"]
 
-CHUNK_BYTES = 16 << 20
-"""Bytes read, cast, hashed or written at a time: few enough to forget, enough that the calls cost
-nothing."""
+CHUNK_BYTES = 1 << 20
+"""Bytes read, cast, hashed or written at a time. They stay in the processor's cache from one to the
+next; and ranks that write into one file at 16 MiB a call wait for each other ten times as long."""
 
 
 # ------------------------------------------------------------------ dtypes and bytes
@@ -52,12 +52,13 @@ def torch_dtype(dtype: DType) -> torch.dtype:
 
 
 def as_bytes(flat: Tensor) -> memoryview:
-    """Return the bytes of a contiguous 1-D CPU tensor without copying them."""
-    return memoryview(flat.detach().view(torch.uint8).numpy())
+    """Return the bytes of a contiguous 1-D CPU tensor without copying them; writable."""
+    plain = flat.detach().resolve_conj().resolve_neg()
+    return memoryview(plain.view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 def digest_of_tensor(tensor: Tensor) -> Digest:
-    """Return the digest of a tensor's bytes in row-major order, reading 16 MiB at a time."""
+    """Return the digest of a tensor's bytes in row-major order, reading 1 MiB at a time."""
     hasher = blake3()
     flat = tensor.detach().reshape(-1)
     step = max(1, CHUNK_BYTES // flat.element_size())
@@ -104,12 +105,12 @@ class Entry:
     @property
     def shape(self) -> tuple[int, ...]:
         """The full shape, also of a partitioned parameter."""
-        return tuple(self.tensor.ds_shape if self.is_partitioned else self.tensor.shape)
+        return tuple(getattr(self.tensor, "ds_shape", self.tensor.shape))
 
     @property
     def spec(self) -> TensorSpec:
         """Name, full shape, live dtype and role."""
-        held = self.tensor.ds_tensor if self.is_partitioned else self.tensor
+        held = getattr(self.tensor, "ds_tensor", self.tensor)
         dtype = dtype_of(self.tensor if hasattr(held, "ds_quant_scale") else held, self.name)
         return TensorSpec(name=self.name, shape=self.shape, dtype=dtype, role=self.role)
 
@@ -412,6 +413,11 @@ def _is_engine(target: Any) -> bool:
     return deepspeed is not None and isinstance(target, deepspeed.DeepSpeedEngine)
 
 
+def class_name(module: nn.Module) -> str:
+    """Return the name of the class that was written, not of a compiler's wrapper around it."""
+    return type(getattr(module, "_orig_mod", module)).__name__
+
+
 def _without_data_parallel(module: nn.Module) -> nn.Module:
     wrappers = (nn.DataParallel, nn.parallel.DistributedDataParallel)
     while isinstance(module, wrappers):
@@ -431,7 +437,9 @@ def _refuse_split_models(engine: Any) -> None:
             f"tensor parallelism over {width} ranks is not supported: each rank holds a part of a "
             "tensor that ZeRO does not know about."
         )
-    experts = [n for n, p in engine.module.named_parameters() if getattr(p, "allreduce", True) is False]
+    experts = [
+        n for n, p in engine.module.named_parameters() if getattr(p, "allreduce", True) is False
+    ]
     if experts:
         raise UnsupportedError(
             f"expert-parallel parameters are not supported: {listed(experts)} differ between ranks."
@@ -491,14 +499,12 @@ def _read_state(module: nn.Module) -> _State:
         for name, buffer in module.named_buffers(remove_duplicate=False)
         if id(buffer) not in persistent
     }
-    unstored, _ = clean_names(list(buffers))
     return _State(
         entries=tuple(_group(found, cleaned, list(_tied_patterns(module, prefix)), registered)),
         left_out=tuple(left_out),
         removed_prefix=prefix,
         unstored_buffers={
-            name.removeprefix(prefix): buffer
-            for name, buffer in zip(unstored, buffers.values(), strict=True)
+            without_wrappers(name).removeprefix(prefix): buffer for name, buffer in buffers.items()
         },
     )
 
@@ -518,7 +524,7 @@ def _group(
     originals, tensors = list(found), list(found.values())
     groups: dict[object, list[int]] = {}
     for index, tensor in enumerate(tensors):
-        groups.setdefault(_identity(tensor), []).append(index)
+        groups.setdefault(identity(tensor), []).append(index)
     for members in groups.values():
         first = members[0]
         yield Entry(
@@ -535,7 +541,7 @@ def _role(tensor: Tensor, name: str) -> Role:
     return "extra_state" if name.rsplit(".", 1)[-1] == "_extra_state" else "buffer"
 
 
-def _identity(tensor: Any) -> object:
+def identity(tensor: Any) -> object:
     """Return a key that is equal for two names exactly when they mean the same values."""
     if is_partitioned(tensor):
         return ("ds_id", tensor.ds_id)
@@ -570,7 +576,7 @@ _CONTEXT_DEPTH = "_ds_z3_gathered_param_context_depth"
 
 
 def gathered_copy(parameter: Any) -> Tensor | None:
-    """Return the full copy that this rank holds of a partitioned parameter at the moment, if any."""
+    """Return the full copy of a partitioned parameter that this rank holds now, or None."""
     if parameter.ds_status.name != _AVAILABLE:
         return None
     copy = parameter.data

@@ -20,13 +20,11 @@ RUN_NAME = "zckpt_run.json"
 ValueFrom = Literal["live", "master", "frozen", "unowned"]
 
 
-class Record(
-    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=False
-):
+class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base of everything in the manifest: immutable, keyword-only, strict about keys."""
 
 
-class Digest(Record):
+class Digest(Record, frozen=True):
     """A digest and what exactly it was taken of."""
 
     algorithm: Literal["blake3", "blake3-header"]
@@ -35,7 +33,7 @@ class Digest(Record):
     hex: str
 
 
-class Provenance(Record):
+class Provenance(Record, frozen=True):
     """Where the values came from."""
 
     source: Literal["engine", "zero.Init module", "module"]
@@ -58,7 +56,7 @@ class Provenance(Record):
     """An outermost `module.` that was taken off every name, or nothing."""
 
 
-class FileRecord(Record):
+class FileRecord(Record, frozen=True):
     """One file of the folder, other than the manifest and the run record."""
 
     name: str
@@ -66,7 +64,7 @@ class FileRecord(Record):
     digest: Digest
 
 
-class TensorRecord(Record):
+class TensorRecord(Record, frozen=True):
     """One stored tensor."""
 
     name: str
@@ -87,14 +85,14 @@ class TensorRecord(Record):
     """Class of the engine's optimizer when it owns the parameter."""
 
 
-class AliasRecord(Record):
+class AliasRecord(Record, frozen=True):
     """A shared tensor: the name that is stored and the names that mean the same tensor."""
 
     owner: str
     aliases: tuple[str, ...]
 
 
-class UnstoredBuffer(Record):
+class UnstoredBuffer(Record, frozen=True):
     """A non-persistent buffer: not stored, but what it was can be compared."""
 
     name: str
@@ -103,21 +101,39 @@ class UnstoredBuffer(Record):
     digest: Digest
 
 
-class LeftOut(Record):
+class LeftOut(Record, frozen=True):
     """Something of the state dict that is not in the files, and why."""
 
     name: str
     reason: str
 
 
-class Loss(Record):
+class Loss(Record, frozen=True):
     """A loss, to read and to compare exactly."""
 
     decimal: str
     hex: str
 
+    @classmethod
+    def of(cls, value: float) -> Loss:
+        """Return the record of a loss."""
+        return cls(decimal=repr(value), hex=value.hex())
 
-class EvalRecord(Record):
+    @property
+    def value(self) -> float:
+        """The loss as a number."""
+        return float.fromhex(self.hex)
+
+    @property
+    def is_consistent(self) -> bool:
+        """Whether both spellings are numbers, and the same one."""
+        try:
+            return repr(self.value) == repr(float(self.decimal))
+        except ValueError:
+            return False
+
+
+class EvalRecord(Record, frozen=True):
     """What `eval_fn` returned for the weights that were saved."""
 
     mean: Loss
@@ -134,14 +150,14 @@ class EvalRecord(Record):
     """The mean loss with the stale gathered copies in place, where there were any."""
 
 
-class TieRecord(Record):
+class TieRecord(Record, frozen=True):
     """Whether the model's configuration and its tensors agree about tied embeddings."""
 
     declared: bool
     actual: bool
 
 
-class Manifest(Record):
+class Manifest(Record, frozen=True):
     """Everything that is known about one checkpoint."""
 
     schema_version: int
@@ -163,7 +179,7 @@ class Manifest(Record):
         return msgspec.json.format(msgspec.json.encode(self, order="sorted"), indent=1) + b"\n"
 
 
-class RunRecord(Record):
+class RunRecord(Record, frozen=True):
     """What differs between two equal checkpoints: when, where, how fast. Never checked."""
 
     saved_at: str
@@ -195,9 +211,30 @@ def parse_manifest(text: bytes, where: str = MANIFEST_NAME) -> Manifest:
                 f"{where} has schema version {version}; this zckpt reads version "
                 f"{SCHEMA_VERSION}. Use the zckpt that wrote it, or a newer one."
             )
-        return msgspec.json.decode(text, type=Manifest)
+        manifest = msgspec.json.decode(text, type=Manifest)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ManifestError(f"{where} is not a zckpt manifest: {error}") from None
+    _check(manifest, where)
+    return manifest
+
+
+def _check(manifest: Manifest, where: str) -> None:
+    """Raise a `ManifestError` for what types alone cannot say."""
+    files = [record.name for record in manifest.files]
+    files += [record.file for record in manifest.tensors]
+    for name in files:
+        if not name or "/" in name or "\\" in name or name in {".", ".."}:
+            raise ManifestError(f"{where} names the file {name!r}, which leaves the folder.")
+    evaluation = manifest.evaluation
+    losses = (
+        (evaluation.mean, *evaluation.ranks, evaluation.with_stale_copies) if evaluation else ()
+    )
+    for loss in losses:
+        if loss is not None and not loss.is_consistent:
+            raise ManifestError(
+                f"{where} has a loss of {loss.decimal!r} in decimal and {loss.hex!r} in hex, which "
+                "are not one number."
+            )
 
 
 def json_schema() -> bytes:

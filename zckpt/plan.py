@@ -127,13 +127,13 @@ def lay_out_file(
 ) -> tuple[PlannedFile, dict[str, Span]]:
     """Return a safetensors file's header and size, and each tensor's span.
 
-    Tensors lie as the safetensors library lays them: widest dtype first (so that every tensor is
-    aligned), then by name. The metadata maps each alias to its owner, the convention that
-    `safetensors.torch.load_model` reads. Format: https://github.com/huggingface/safetensors#format
+    The widest dtypes come first, so that every tensor is aligned, then the order is by name. The
+    metadata maps each alias to its owner, the convention that `safetensors.torch.load_model` reads.
+    Format: https://github.com/huggingface/safetensors#format
     """
     ordered = sorted(specs, key=lambda spec: (-spec.dtype.size_bytes, spec.name))
     metadata = {alias: spec.name for spec in ordered for alias in aliases.get(spec.name, ())}
-    entries: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
+    entries: dict[str, object] = {"__metadata__": {**metadata, "format": "pt"}}
     relative: dict[str, Span] = {}
     end = 0
     for spec in ordered:
@@ -165,7 +165,9 @@ def deal(
     handler: dict[str, int] = {}
     for bucket in buckets:
         load = [0] * ranks
-        for spec in sorted(bucket, key=lambda s: (s.name not in rank_0_only, -s.size_bytes, s.name)):
+        for spec in sorted(
+            bucket, key=lambda s: (s.name not in rank_0_only, -s.size_bytes, s.name)
+        ):
             rank = min(range(ranks), key=lambda r: (load[r], total[r]))
             if spec.name in rank_0_only:
                 rank = 0
@@ -199,18 +201,20 @@ def _split_into_files(
     specs: Sequence[TensorSpec], max_shard_size: int | str
 ) -> dict[str, list[str]]:
     from huggingface_hub import split_state_dict_into_shards_factory
+    from huggingface_hub.serialization._base import parse_size_to_int
 
-    if isinstance(max_shard_size, int) and max_shard_size <= 0:
-        raise UsageError(f"max_shard_size must be positive, got {max_shard_size}.")
-    if isinstance(max_shard_size, str) and max_shard_size.strip().startswith("-"):
-        raise UsageError(f"max_shard_size must be positive, got {max_shard_size!r}.")
     try:
+        limit_bytes = (
+            parse_size_to_int(max_shard_size) if isinstance(max_shard_size, str) else max_shard_size
+        )
+        if not limit_bytes >= 1:
+            raise ValueError("it must be at least one byte")
         split = split_state_dict_into_shards_factory(
             {spec.name: spec for spec in specs},
             get_storage_size=lambda spec: spec.size_bytes,
             filename_pattern=FILE_PATTERN,
-            max_shard_size=max_shard_size,
+            max_shard_size=limit_bytes,
         )
-    except ValueError as error:
+    except (ValueError, TypeError) as error:
         raise UsageError(f"max_shard_size={max_shard_size!r} is not a size: {error}") from None
     return split.filename_to_tensors

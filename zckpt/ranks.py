@@ -94,7 +94,7 @@ class Team:
         error: Exception | None = None
         try:
             yield
-        except Exception as caught:
+        except Exception as caught:  # noqa: BLE001 -- raised again below, on every rank
             error = caught
         if not self.any(error is not None):
             return
@@ -124,9 +124,11 @@ class Team:
         error: Exception | None = None
         try:
             yield
-        except Exception as caught:
+        except Exception as caught:  # noqa: BLE001 -- raised again below
             error = caught
-            first = store.compare_set(f"{key}/failed", "", f"rank {self.rank} failed while {doing}: {caught!r}")
+            first = store.compare_set(
+                f"{key}/failed", "", f"rank {self.rank} failed while {doing}: {caught!r}"
+            )
         store.add(f"{key}/out", 1)
         if error is not None:
             deadline = time.monotonic() + _GRACE_S

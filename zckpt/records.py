@@ -87,7 +87,7 @@ def describe_run(seconds: Mapping[str, float]) -> RunRecord:
 def _provenance(
     live: LiveModel, world_size: int, weights: Weights, dtype: DType | None
 ) -> Provenance:
-    model = type(live.module)
+    model = type(getattr(live.module, "_orig_mod", live.module))
     return Provenance(
         source=live.kind,
         engine=None if live.engine is None else type(live.engine).__name__,

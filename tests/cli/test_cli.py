@@ -177,13 +177,15 @@ def test_the_traceback_is_shown_on_request(run, monkeypatch, tmp_path):
     assert "error: " in err
 
 
-def test_an_unknown_exception_is_not_swallowed(monkeypatch):
+def test_an_unknown_exception_is_shown_and_told_apart_from_a_difference(monkeypatch, capsys):
     def fail(_):
         raise ZeroDivisionError
 
     monkeypatch.setattr("zckpt.verbs.inspect.inspect", fail)
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(SystemExit) as exited:
         main(["inspect", "x"])
+    assert exited.value.code == 70
+    assert "ZeroDivisionError" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("verb", ["inspect", "verify"])

@@ -69,7 +69,7 @@ def save_with_fault(out, module_name, function_name, rank, call, action):
     try:
         zckpt.save_consolidated(engine, out, overwrite=True, bucket_bytes=3000)
         error = None
-    except Exception as caught:
+    except Exception as caught:  # noqa: BLE001 -- whatever it is, it is compared
         error = (type(caught).__name__, str(caught))
     seconds = time.monotonic() - start
     if action == "kill":

@@ -71,9 +71,7 @@ def test_a_step_at_lr_0_leaves_what_was_loaded(kind, steps_before, tmp_path):
     zckpt.save_consolidated(source, tmp_path / "out")
     dtype = torch.bfloat16 if ENGINES[kind]["bf16"]["enabled"] else torch.float32
     parameters = dict(source.named_parameters(remove_duplicate=False))
-    expected = {
-        n: v.to(dtype) if n in parameters else v for n, v in source.state_dict().items()
-    }
+    expected = {n: v.to(dtype) if n in parameters else v for n, v in source.state_dict().items()}
     ranks = run_ranks(load_and_step, 2, str(tmp_path / "out"), ENGINES[kind], steps_before)
     torch.set_num_threads(1)
     for parameter in source.parameters():

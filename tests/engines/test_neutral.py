@@ -14,7 +14,7 @@ MOMENTS = ["after_step", "before_step", "in_accumulation", "after_forward", "aft
 
 
 def state_of(engine):
-    """All that training goes on from, on this rank, bit for bit, without the garbage in paddings."""
+    """All that training goes on from, on this rank, without the garbage in paddings."""
     from deepspeed.utils import safe_get_local_fp32_param, safe_get_local_optimizer_state
 
     state = {"buffers": {n: b.clone() for n, b in engine.module.named_buffers()}}
@@ -86,9 +86,7 @@ def without_save(world_size, dtype, moment, forced_release):
 
 def config_for(dtype, moment, forced_release):
     steps = 2 if moment == "in_accumulation" else 1
-    return models.ds_config(
-        dtype=dtype, accumulation_steps=steps, forced_release=forced_release
-    )
+    return models.ds_config(dtype=dtype, accumulation_steps=steps, forced_release=forced_release)
 
 
 HOW = {

@@ -269,6 +269,9 @@ def test_client_optimizer_no_optimizer_and_zero_init(tmp_path):
     for kind, truth in results.items():
         found = dict(zckpt.open(tmp_path / kind))
         if kind == "init":
-            for name in ("extra.weight", "extra.bias"):  # not the same on every rank: rank 0's are saved
+            for name in (
+                "extra.weight",
+                "extra.bias",
+            ):  # not the same on every rank: rank 0's are saved
                 assert not torch.equal(truth[name], second[0][kind][name])
         assert_same(truth, found)

@@ -1,4 +1,4 @@
-"""Gathered copies that disagree with their partitions: found, named, never saved, never disturbed."""
+"""Gathered copies that disagree with their partitions: found, named, not saved, not disturbed."""
 
 import pytest
 import torch
@@ -121,7 +121,7 @@ def test_stale_error_refuses_on_every_rank_and_writes_nothing(weights, tmp_path)
 
 
 def lomo_run(out, name, save_after):
-    """Six steps of real LOMO; optionally a save after some of them. Returns what training became."""
+    """Six steps of real LOMO, perhaps with a save after some; return what training became."""
     from lomo_optim import Lomo
     from transformers.integrations import HfDeepSpeedConfig
 
@@ -150,10 +150,11 @@ def test_real_lomo_is_saved_from_its_partitions_and_not_disturbed(name, tmp_path
     out = str(tmp_path / "out")
     undisturbed = run_ranks(lomo_run, 2, None, name, None)
     saved = run_ranks(lomo_run, 2, out, name, 3)
+    found = dict(zckpt.open(out))
     for (truth, _), (truth_with_save, ((stale, at_save),)) in zip(undisturbed, saved, strict=True):
         assert equal(truth, truth_with_save)
         assert len(stale) > 5
-    assert equal(at_save, dict(zckpt.open(out)))
+        assert equal(at_save, found)
     evaluation = zckpt.open(out).manifest.evaluation
     assert evaluation.mean != evaluation.with_stale_copies
     owners = {record.value_from for record in zckpt.open(out).manifest.tensors}

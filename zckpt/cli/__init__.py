@@ -6,6 +6,7 @@ an exception means to the shell.
 """
 
 import sys
+import traceback
 from collections.abc import Sequence
 from typing import Annotated
 
@@ -13,7 +14,7 @@ import typer
 
 from zckpt import __version__
 from zckpt.cli import demo, inspect, verify
-from zckpt.cli.errors import EXIT_CODES, KNOWN, report
+from zckpt.cli.errors import CRASHED, EXIT_CODES, KNOWN, report
 
 app = typer.Typer(
     add_completion=False,
@@ -54,3 +55,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         app(arguments, prog_name="zckpt")
     except KNOWN as error:
         sys.exit(report(error))
+    except Exception as error:  # noqa: BLE001 -- printed whole
+        traceback.print_exception(error)
+        sys.exit(CRASHED)

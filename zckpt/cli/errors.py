@@ -10,6 +10,8 @@ from zckpt import errors
 from zckpt.cli.output import stderr
 
 FINE, DIFFERS, USAGE, CORRUPT = range(4)
+CRASHED = 70
+"""A bug, told apart from "differs" (Python itself would exit with 1); sysexits.h: EX_SOFTWARE."""
 
 EXIT_CODES = (
     "Exit codes: 0 fine, 1 a check found a difference, 2 usage error, "
@@ -43,7 +45,8 @@ _MEANINGS: dict[type[Exception], Meaning] = {
     errors.UsageError: Meaning(USAGE, "zckpt VERB --help shows options and examples"),
     errors.ZckptError: Meaning(USAGE, "ZCKPT_TRACEBACK=1 in the environment shows where"),
 }
-"""The first row that an exception is an instance of counts. All others are bugs: a traceback."""
+"""The first row that an exception is an instance of counts. All others are bugs: a traceback and
+`CRASHED`."""
 
 KNOWN = tuple(_MEANINGS)
 

@@ -130,6 +130,7 @@ def _print_document(report: "VerifyReport", seconds: float) -> None:
             "verdict": _verdict(report),
             "findings": report.findings,
             "has_manifest": report.has_manifest,
+            "files_checked": report.files_checked,
             "tensors_checked": report.tensors_checked,
             "bytes_checked": report.bytes_checked,
             "seconds": round(seconds, 3),
@@ -168,10 +169,7 @@ def _print(report: "VerifyReport", seconds: float) -> None:
 
 
 def _checked(report: "VerifyReport", seconds: float) -> str:
-    from zckpt.verbs.inspect import inspect
-
-    manifest = inspect(report.path).manifest
-    files = count(len(manifest.files) if manifest else 0, "file")
+    files = count(report.files_checked, "file")
     if not report.tensors_checked:
         return f"{files} compared, no tensor hashed"
     return (

@@ -22,7 +22,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from zckpt.errors import CorruptCheckpointError, NotACheckpointError
-from zckpt.live import CHUNK_BYTES, torch_dtype
+from zckpt.live import CHUNK_BYTES, as_bytes, torch_dtype
 from zckpt.manifest import MANIFEST_NAME, Digest, Manifest, TensorRecord, parse_manifest
 from zckpt.plan import FILE_PATTERN, INDEX_NAME
 from zckpt.spec import DTYPES_BY_CODE, Span, TensorSpec
@@ -59,9 +59,7 @@ class Consolidated(Mapping[str, Tensor]):
     the part that is asked for. Safe to use from several threads.
     """
 
-    def __init__(
-        self, path: Path, files: Iterable[StoredFile], manifest: Manifest | None
-    ) -> None:
+    def __init__(self, path: Path, files: Iterable[StoredFile], manifest: Manifest | None) -> None:
         """Take what `open` found."""
         self.path = path
         self.files = tuple(files)
@@ -70,6 +68,10 @@ class Consolidated(Mapping[str, Tensor]):
         self.aliases: dict[str, str] = {}
         """The owner of each alias."""
         for file in self.files:
+            for name in self.stored.keys() & file.tensors.keys():
+                raise CorruptCheckpointError(
+                    f"{path}: {name} is in {self.stored[name].path.name} and in {file.path.name}."
+                )
             self.stored |= file.tensors
             self.aliases |= file.aliases
         self.aliases |= {
@@ -126,7 +128,7 @@ class Consolidated(Mapping[str, Tensor]):
         with _opened(tensor.path) as descriptor:
             _read_exactly(
                 descriptor,
-                memoryview(values.view(torch.uint8).numpy()),
+                as_bytes(values),
                 tensor.span.start + start * dtype.size_bytes,
                 f"{tensor.path}: {name}",
             )
@@ -138,13 +140,13 @@ class Consolidated(Mapping[str, Tensor]):
         return {r.name: r for r in self.manifest.tensors} if self.manifest else {}
 
     def digest(self, name: str) -> Digest:
-        """Return the digest of a tensor's bytes as they are in the file now. Memory: 16 MiB."""
+        """Return the digest of a tensor's bytes as they are in the file now. Memory: 1 MiB."""
         tensor = self.stored[self.owner(name)]
         hasher = blake3()
         step = max(1, CHUNK_BYTES // tensor.spec.dtype.size_bytes)
         for start in range(0, tensor.spec.numel, step):
             part = self.read(name, start, min(start + step, tensor.spec.numel))
-            hasher.update(memoryview(part.view(torch.uint8).numpy()))
+            hasher.update(as_bytes(part))
         return Digest(algorithm="blake3", hex=hasher.hexdigest())
 
     def check(self, name: str) -> None:
@@ -183,7 +185,14 @@ def open(path: str | os.PathLike[str]) -> Consolidated:  # noqa: A001 -- zckpt.o
     if manifest_path.is_file():
         manifest = parse_manifest(manifest_path.read_bytes(), str(manifest_path))
     files = [read_header(place / name) for name in file_names(place, manifest)]
-    return Consolidated(place, files, manifest)
+    checkpoint = Consolidated(place, files, manifest)
+    if manifest is None and (place / INDEX_NAME).is_file():
+        for name, file in read_index(place / INDEX_NAME).items():
+            if name not in checkpoint.stored or checkpoint.stored[name].path.name != file:
+                raise CorruptCheckpointError(
+                    f"{place}: the index says {name} is in {file}; it is not."
+                )
+    return checkpoint
 
 
 def file_names(folder: Path, manifest: Manifest | None) -> list[str]:
@@ -206,7 +215,7 @@ def file_names(folder: Path, manifest: Manifest | None) -> list[str]:
             raise CorruptCheckpointError(f"{folder}: the file name {name!r} leaves the folder.")
         if not (folder / name).is_file():
             raise CorruptCheckpointError(
-                f"{folder}: {name} is named by the {'manifest' if manifest else 'index'} and is not "
+                f"{folder}: the {'manifest' if manifest else 'index'} names {name}, which is not "
                 "there; the checkpoint was copied or downloaded in part."
             )
     return names
@@ -249,7 +258,7 @@ def read_header(path: Path) -> StoredFile:
     base = 8 + length
     try:
         entries = json.loads(bytes(text))
-        metadata = entries.pop("__metadata__", {})
+        aliases = _aliases(entries.pop("__metadata__", {}), entries)
         tensors = {name: _stored(path, base, name, entry) for name, entry in entries.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CorruptCheckpointError(f"{path} has an unreadable header: {error!r}") from None
@@ -258,8 +267,19 @@ def read_header(path: Path) -> StoredFile:
         path=path,
         header=bytes(prefix) + bytes(text),
         tensors=tensors,
-        aliases={k: v for k, v in metadata.items() if v in tensors and k not in tensors},
+        aliases=aliases,
     )
+
+
+def _aliases(metadata: Mapping[str, str], entries: Mapping[str, Any]) -> dict[str, str]:
+    """Return alias to owner, from metadata that may say other things too."""
+    if not all(isinstance(value, str) for value in metadata.values()):
+        raise TypeError("__metadata__ is not a map from text to text")
+    return {
+        key: value
+        for key, value in metadata.items()
+        if key != "format" and value in entries and key not in entries
+    }
 
 
 def _stored(path: Path, base: int, name: str, entry: Mapping[str, Any]) -> StoredTensor:
@@ -268,8 +288,8 @@ def _stored(path: Path, base: int, name: str, entry: Mapping[str, Any]) -> Store
         raise CorruptCheckpointError(f"{path}: {name} has the unknown dtype {entry['dtype']!r}.")
     shape = tuple(entry["shape"])
     start, end = entry["data_offsets"]
-    if not all(isinstance(n, int) and n >= 0 for n in (*shape, start, end)):
-        raise ValueError(f"{name} has a shape or offset that is not a whole number")
+    if not all(isinstance(n, int) and 0 <= n < 1 << 63 for n in (*shape, start, end)):
+        raise ValueError(f"{name} has a shape or offset that is no 63-bit number")
     if end - start != math.prod(shape) * dtype.size_bytes:
         raise CorruptCheckpointError(
             f"{path}: {name} has {end - start} bytes; its shape {list(shape)} in {dtype.name} "

@@ -27,10 +27,15 @@ from zckpt.live import (
     torch_dtype,
 )
 from zckpt.names import listed
+from zckpt.plan import fill_buckets
 from zckpt.ranks import Team, digest_of
 from zckpt.spec import DTYPES, DType, TensorSpec
 
 Weights = Literal["live", "master"]
+
+_GATHER_BYTES = 32 << 20
+"""Most bytes that one collective call gathers, at least one parameter. gloo copies what it gathers,
+so this bounds what a window takes beyond its tensors; twice as fast here as whole buckets."""
 
 
 class LiveSource:
@@ -70,8 +75,10 @@ class LiveSource:
         entry = self._entries[name]
         if self._master(entry) is not None:
             return entry.spec.numel * 4
-        return entry.spec.size_bytes if entry.is_partitioned else min(
-            entry.spec.size_bytes, CHUNK_BYTES
+        return (
+            entry.spec.size_bytes
+            if entry.is_partitioned
+            else min(entry.spec.size_bytes, CHUNK_BYTES)
         )
 
     @contextlib.contextmanager
@@ -133,7 +140,9 @@ class LiveSource:
             return frozenset()
         everyone = self._team.gather(digests)
         return frozenset(
-            name for name in digests if any(other.get(name) != everyone[0][name] for other in everyone)
+            name
+            for name in digests
+            if any(other.get(name) != everyone[0][name] for other in everyone)
         )
 
     def _spec(self, entry: Entry) -> TensorSpec:
@@ -166,7 +175,11 @@ class LiveSource:
 
         parameters: list[Any] = [entry.tensor for entry in entries]
         copies = [gathered_copy(parameter) for parameter in parameters]
-        with set_aside(parameters), GatheredParameters(parameters):
+        sizes = {entry.name: entry.spec.size_bytes for entry in entries}
+        with set_aside(parameters), contextlib.ExitStack() as gathered:
+            for names in fill_buckets(sizes, _GATHER_BYTES):
+                group = [self._entries[name].tensor for name in names]
+                gathered.enter_context(GatheredParameters(group))
             for entry, copy in zip(entries, copies, strict=True):
                 if copy is not None and not same_bits(copy, entry.tensor):
                     self._stale.add(entry.name)

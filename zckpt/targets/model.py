@@ -7,7 +7,7 @@ step at learning rate 0 leaves the weights as they were loaded.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
@@ -33,34 +33,52 @@ def check_fillable(live: LiveModel) -> None:
         raise UnsupportedError(
             f"made by a state-dict hook of the target, so they cannot be filled: {listed(made)}."
         )
+    expanded = [entry.name for entry in live.entries if _is_expanded(entry.tensor)]
+    if expanded:
+        raise UnsupportedError(
+            f"expanded, so several elements are one in memory and cannot be filled: "
+            f"{listed(expanded)}; clone them in the target."
+        )
     for entry in live.entries:
         for _ in _places(live, entry):
             pass
 
 
-def materialize(module: nn.Module) -> list[str]:
-    """Give every meta parameter and persistent buffer memory on the CPU; return what stays meta.
+def _is_expanded(tensor: Tensor) -> bool:
+    return any(n > 1 and step == 0 for n, step in zip(tensor.shape, tensor.stride(), strict=True))
 
-    Aliases stay aliases. Non-persistent buffers stay on the meta device: their values are in no
-    checkpoint.
+
+def materialize(module: nn.Module, filled: Collection[int]) -> list[str]:
+    """Give the meta tensors that will be filled memory on the CPU; return the names of the others.
+
+    Aliases stay aliases. What is in no checkpoint, such as a non-persistent buffer, stays on the
+    meta device: memory without values would look as if it were loaded.
+
+    Args:
+        module: the target.
+        filled: `id` of every tensor that will be filled.
     """
     made: dict[int, Tensor] = {}
     left = []
     for path, child in module.named_modules(remove_duplicate=False):
-        for name, parameter in child._parameters.items():
-            if parameter is not None and parameter.is_meta:
-                values = torch.empty_like(parameter, device="cpu")
-                made.setdefault(id(parameter), nn.Parameter(values, parameter.requires_grad))
-                child._parameters[name] = made[id(parameter)]  # type: ignore[assignment]
-        for name, buffer in child._buffers.items():
-            if buffer is None or not buffer.is_meta:
-                continue
-            if name in child._non_persistent_buffers_set:
-                left.append(f"{path}.{name}".lstrip("."))
-            else:
-                made.setdefault(id(buffer), torch.empty_like(buffer, device="cpu"))
-                child._buffers[name] = made[id(buffer)]
+        for held in (child._parameters, child._buffers):
+            for name, tensor in held.items():
+                if tensor is None or not tensor.is_meta:
+                    continue
+                if id(tensor) not in filled:
+                    left.append(f"{path}.{name}".lstrip("."))
+                    continue
+                if id(tensor) not in made:
+                    made[id(tensor)] = _on_cpu(tensor)
+                held[name] = made[id(tensor)]
     return left
+
+
+def _on_cpu(tensor: Tensor) -> Tensor:
+    values = torch.empty_like(tensor, device="cpu")
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(values, tensor.requires_grad)
+    return values
 
 
 def settle(live: LiveModel) -> None:
@@ -76,7 +94,7 @@ def settle(live: LiveModel) -> None:
 def fill(live: LiveModel, entry: Entry, read: Read) -> None:
     """Put a tensor's values into every place of this rank that holds them.
 
-    Local. Memory: 16 MiB, or the tensor where it is not contiguous in the target.
+    Local. Memory: 1 MiB, or the tensor where it is not contiguous in the target.
     """
     if entry.role == "extra_state":
         _set_extra_state(live, entry, read)
@@ -109,7 +127,10 @@ def _places(live: LiveModel, entry: Entry) -> Iterator[tuple[Tensor, int]]:
 
 def _set_extra_state(live: LiveModel, entry: Entry, read: Read) -> None:
     values = read(0, entry.tensor.numel()).view(entry.tensor.shape)
-    modules = {without_wrappers(path): child for path, child in live.module.named_modules()}
+    modules = {
+        without_wrappers(path): child
+        for path, child in live.module.named_modules(remove_duplicate=False)
+    }
     for name in entry.group.names:
         path = (live.removed_prefix + name).rpartition("_extra_state")[0].rstrip(".")
         modules[path].set_extra_state(values)

@@ -39,9 +39,10 @@ class LoadReport:
     """Names whose stored dtype is not the target's."""
     differing_buffers: tuple[str, ...]
     """Non-persistent buffers that are not what they were when the checkpoint was saved, with how
-    they differ. They are in no checkpoint, and can make a loss differ although all weights agree."""
+    they differ. They are in no checkpoint, and can make a loss differ where all weights agree."""
     left_on_meta: tuple[str, ...]
-    """Non-persistent buffers that a meta target still has to compute."""
+    """Tensors of a meta target that no checkpoint fills: non-persistent buffers, permitted
+    missing names. They still have to be computed."""
     digests_checked: bool
     manifest: Manifest | None
     seconds: float = field(compare=False)
@@ -66,7 +67,7 @@ def load_consolidated(
     target is as it was. Each rank then reads the ranges it holds: partitions, gathered copies, fp32
     masters, buffers. The optimizer's moments stay as they are.
 
-    **Memory:** 16 MiB a rank beyond the target.
+    **Memory:** 1 MiB a rank beyond the target.
 
     Args:
         target: a plain or Hugging Face module (also on the meta device: it is given memory on the
@@ -101,7 +102,8 @@ def load_consolidated(
     left_on_meta: list[str] = []
     with team.together("filling the target"):
         if live.kind == "module":
-            left_on_meta = target_model.materialize(live.module)
+            filled = {id(e.tensor) for e in live.entries if e.name in match.stored}
+            left_on_meta = target_model.materialize(live.module, filled)
             live = look_at(live.module)
         target_model.settle(live)
         for entry in live.entries:
@@ -164,9 +166,7 @@ def _match(
 ) -> _Match:
     target_names = {name for entry in live.entries for name in entry.group.names}
     remove, add = reconcile_prefix(checkpoint, target_names)
-    owner_of = {
-        add + name.removeprefix(remove): checkpoint.owner(name) for name in checkpoint
-    }
+    owner_of = {add + name.removeprefix(remove): checkpoint.owner(name) for name in checkpoint}
     if not target_names & owner_of.keys():
         raise SpecMismatchError(
             f"{checkpoint.path} and the target have no name in common: the checkpoint has "
@@ -210,7 +210,9 @@ def _match(
         loaded=tuple(n for e in live.entries if e.name in stored for n in e.group.names),
         missing=tuple(missing),
         unexpected=tuple(unexpected),
-        retied={a: stored[e.name] for e in live.entries if e.name in stored for a in e.group.aliases},
+        retied={
+            a: stored[e.name] for e in live.entries if e.name in stored for a in e.group.aliases
+        },
         expanded=tuple(name for name, owner in stored.items() if used.count(owner) > 1),
         cast=tuple(
             entry.name

@@ -1,4 +1,4 @@
-"""`save_consolidated`: from a live model to a folder of safetensors with a manifest that proves it."""
+"""`save_consolidated`: from a live model to a folder of safetensors that proves itself."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def save_consolidated(
     on afterwards bit for bit as if nothing had been saved.
 
     **Memory:** on each rank one bucket beyond the engine, or the largest tensor where that is
-    bigger; 16 MiB where nothing is partitioned.
+    bigger; 1 MiB where nothing is partitioned.
 
     Args:
         engine: a DeepSpeed engine of any ZeRO stage, with or without an optimizer, a module made
@@ -157,8 +157,16 @@ def save_consolidated(
         if stale_copies and stale == "error":
             raise StaleCopiesError(f"{records.stale_warning(stale_copies)} Nothing was saved.")
         with clock("evaluate"):
-            evaluation = None if eval_fn is None else evaluate(
-                live, team, eval_fn, stale_copies=stale_copies, is_of_saved_values=options.is_exact
+            evaluation = (
+                None
+                if eval_fn is None
+                else evaluate(
+                    live,
+                    team,
+                    eval_fn,
+                    stale_copies=stale_copies,
+                    is_of_saved_values=options.is_exact,
+                )
             )
         with clock("commit"):
             manifest = None
@@ -231,14 +239,17 @@ class _Options:
             ("stale", self.stale, ("report", "error")),
         ):
             if value not in allowed:
-                raise UsageError(f"{name}={value!r}: expected one of {', '.join(map(repr, allowed))}.")
+                raise UsageError(
+                    f"{name}={value!r}: expected one of {', '.join(map(repr, allowed))}."
+                )
         if self.save_total_limit is None:
             return
         if self.save_total_limit < 1:
             raise UsageError(f"save_total_limit={self.save_total_limit}: expected at least 1.")
         if commit.checkpoint_step(self.target) is None:
             raise UsageError(
-                f"save_total_limit needs a folder named checkpoint-<step>, got {self.target.name!r}."
+                "save_total_limit needs a folder named checkpoint-<step>, got "
+                f"{self.target.name!r}."
             )
 
 

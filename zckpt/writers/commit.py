@@ -98,7 +98,8 @@ def staged(team: Team, target: Path, *, overwrite: bool) -> Iterator[Staging]:
             folder = _make_staging(target)
             probe = _write_probe(folder)
     folder, probe = team.broadcast((folder, probe))
-    assert folder is not None and probe is not None
+    assert folder is not None
+    assert probe is not None
     try:
         is_shared = not team.any(not _sees(folder, probe))
         with team.together("preparing the folder"):
@@ -178,26 +179,27 @@ def _sync(path: Path) -> None:
 def _swap_in(folder: Path, target: Path) -> Path | None:
     """Rename the folder to its target and return where the old checkpoint is now, if any."""
     if not target.exists() or not any(target.iterdir()):
-        os.rename(folder, target)
+        folder.rename(target)
         return None
     if _exchange(folder, target):
         return folder
     old = target.parent / f".{target.name}.zckpt-old-{secrets.token_hex(6)}"
-    os.rename(target, old)
-    os.rename(folder, target)
+    target.rename(old)
+    folder.rename(target)
     return old
 
 
 def recover(target: Path) -> None:
     """Undo what a save that died inside `publish` left beside the target.
 
-    A checkpoint that was moved away without a successor comes back; one that has a successor goes.
+    A checkpoint that was moved away without a successor comes back (also where an empty folder has
+    taken its place since); one that has a successor goes.
     """
     for old in _besides(target, "old"):
-        if target.exists():
+        if target.exists() and any(target.iterdir()):
             shutil.rmtree(old)
         else:
-            os.rename(old, target)
+            old.rename(target)
 
 
 def rotate(newest: Path, limit: int, pinned: Iterable[Path]) -> tuple[Path, ...]:
@@ -210,18 +212,20 @@ def rotate(newest: Path, limit: int, pinned: Iterable[Path]) -> tuple[Path, ...]
     candidates = sorted(
         (step, folder)
         for folder in newest.parent.iterdir()
-        if (step := checkpoint_step(folder)) is not None and (folder / MANIFEST_NAME).is_file()
+        if (step := checkpoint_step(folder)) is not None
+        and not folder.is_symlink()
+        and (folder / MANIFEST_NAME).is_file()
     )
     for leftover in newest.parent.glob(".checkpoint-*.zckpt-removed-*"):
         shutil.rmtree(leftover)
     surplus = len(candidates) - limit
-    removed = []
+    removed: list[Path] = []
     for _, folder in candidates:
         if len(removed) >= surplus:
             break
-        if folder.resolve() not in kept_always and not folder.is_symlink():
+        if folder.resolve() not in kept_always:
             doomed = folder.parent / f".{folder.name}.zckpt-removed-{secrets.token_hex(6)}"
-            os.rename(folder, doomed)
+            folder.rename(doomed)
             shutil.rmtree(doomed)
             removed.append(folder)
     return tuple(removed)

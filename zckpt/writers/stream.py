@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import os
 import sys
 from collections.abc import Iterator
@@ -27,11 +29,37 @@ class Reads(Protocol):
 
 
 def lay_out(folder: Path, files: tuple[PlannedFile, ...]) -> None:
-    """Create the files at their final sizes with their headers; the tensors are still holes."""
+    """Create the files at their final sizes with their headers; the tensors are not there yet.
+
+    The space is reserved where the file system can, so that a full disk is found here.
+
+    Raises:
+        OSError: the disk is full, or the files are there already.
+    """
     for file in files:
-        with open(folder / file.name, "xb") as handle:
+        with (folder / file.name).open("xb") as handle:
             handle.write(file.header)
-            handle.truncate(file.size_bytes)
+            handle.flush()
+            _reserve(handle.fileno(), file.size_bytes)
+
+
+_CANNOT_RESERVE = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
+
+
+def _reserve(descriptor: int, size_bytes: int) -> None:
+    """Extend a file to its size and reserve its blocks where the file system can.
+
+    `os.posix_fallocate` will not do: where the file system cannot, it writes to every block.
+    """
+    fallocate = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
+    if fallocate is not None:
+        size = ctypes.c_int64(size_bytes)
+        if fallocate(descriptor, 0, ctypes.c_int64(0), size) == 0:
+            return
+        code = ctypes.get_errno()
+        if code not in _CANNOT_RESERVE:
+            raise OSError(code, os.strerror(code))
+    os.ftruncate(descriptor, size_bytes)
 
 
 class Writer:
@@ -46,7 +74,7 @@ class Writer:
     def write(self, tensor: PlannedTensor, source: Reads) -> Digest:
         """Copy one tensor from the source into its span and return the digest of its bytes.
 
-        Memory: one chunk of 16 MiB, if the source has to cast or to leave a device.
+        Memory: one chunk of 1 MiB, if the source has to cast or to leave a device.
         """
         descriptor = self._open(tensor.file)
         hasher = blake3()
