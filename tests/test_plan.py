@@ -233,61 +233,45 @@ def test_a_bucket_size_that_is_not_positive_is_refused(bucket_bytes):
         list(fill_buckets({"a": 1}, bucket_bytes))
 
 
-@prove
-@given(spec_lists(max_size=20), st.integers(1, 6))
-def test_the_deal_is_even_up_to_the_largest_tensor(specs, ranks):
-    writer = deal([specs], ranks)
-    assert writer.keys() == {spec.name for spec in specs}
-    load = [0] * ranks
-    for spec in specs:
-        load[writer[spec.name]] += spec.size_bytes
-    assert max(load) - min(load) <= max(spec.size_bytes for spec in specs)
-
-
-def test_the_largest_are_dealt_first():
-    sizes = {"a": 1, "b": 1, "c": 2, "d": 3, "e": 3, "f": 6}
-    writer = deal([[spec(name, numel, "uint8") for name, numel in sizes.items()]], 2)
-    load = [sum(sizes[name] for name in sizes if writer[name] == rank) for rank in (0, 1)]
-    assert load == [8, 8]  # in the order given it would be 7 and 9
+large_specs = st.lists(
+    st.tuples(st.integers(0, 40 << 20), st.sampled_from(["uint8", "bfloat16", "float64"])),
+    min_size=1,
+    max_size=8,
+).map(lambda sizes: [spec(str(i), numel, dtype) for i, (numel, dtype) in enumerate(sizes)])
 
 
 @prove
-@given(spec_lists(max_size=20), st.integers(1, 6), st.integers(1, 5))
-def test_the_deal_is_even_within_every_bucket(specs, ranks, per_bucket):
-    buckets = [specs[i : i + per_bucket] for i in range(0, len(specs), per_bucket)]
-    writer = deal(buckets, ranks)
-    assert writer.keys() == {spec.name for spec in specs}
-    for bucket in buckets:
-        load = [0] * ranks
-        for spec in bucket:
-            load[writer[spec.name]] += spec.size_bytes
-        assert max(load) - min(load) <= max(spec.size_bytes for spec in bucket)
-
-
-def test_buckets_of_one_tensor_go_to_the_ranks_in_turn():
-    buckets = [[spec(name, 5, "float32")] for name in "abcdefg"]
-    writer = deal(buckets, 3)
-    assert sorted(list(writer.values()).count(rank) for rank in range(3)) == [2, 2, 3]
-    assert sorted(writer[name] for name in "abc") == [0, 1, 2]
-    plan = plan_of([spec for (spec,) in buckets], bucket_bytes=20, writer_ranks=3)
-    assert {name: tensor.writer_rank for name, tensor in plan.tensors.items()} == writer
-
-
-@prove
-@given(spec_lists(max_size=12), st.integers(1, 4), st.data())
-def test_rank_0_writes_what_only_it_can_vouch_for(specs, ranks, data):
-    every = [spec.name for spec in specs]
+@given(large_specs, st.integers(1, 6), st.integers(1, 5), st.data())
+def test_every_element_is_dealt_once_and_evenly(specs, ranks, per_bucket, data):
+    every = [s.name for s in specs]
     pinned = frozenset(data.draw(st.lists(st.sampled_from(every), unique=True)))
-    writer = deal([specs], ranks, pinned)
-    assert {name for name in pinned if writer[name] != 0} == set()
-    # the others fill up what the pinned ones leave
-    load = [0] * ranks
-    for spec in specs:
-        load[writer[spec.name]] += spec.size_bytes
-    free = [spec.size_bytes for spec in specs if spec.name not in pinned]
-    if free:
-        pinned_bytes = sum(spec.size_bytes for spec in specs if spec.name in pinned)
-        assert max(load) - min(load) <= max(*free, pinned_bytes)
+    buckets = [specs[i : i + per_bucket] for i in range(0, len(specs), per_bucket)]
+    shares = deal(buckets, ranks, pinned)
+    assert len(shares) == len(buckets)
+    for bucket, by_rank in zip(buckets, shares, strict=True):
+        assert len(by_rank) == ranks
+        for s in bucket:
+            ranges = sorted(
+                (b.start, b.end) for share in by_rank for b in share if b.name == s.name
+            )
+            assert [end for _, end in ranges[:-1]] == [start for start, _ in ranges[1:]]
+            assert (ranges[0][0], ranges[-1][1]) == (0, s.numel) if s.numel else ranges == []
+        assert {b.name for share in by_rank[1:] for b in share} & pinned == set()
+        free = [[b.size_bytes for b in share if b.name not in pinned] for share in by_rank]
+        total, largest = sum(map(sum, free)), max(map(max, filter(None, free)), default=0)
+        assert all(abs(sum(share) - total / ranks) <= largest for share in free)
+
+
+def test_a_large_tensor_is_shared_by_all_ranks():
+    ((one, two, three),) = deal([[spec("a", 96 << 20, "uint8")]], 3)
+    assert [len(share) for share in (one, two, three)] == [2, 2, 2]
+
+
+def test_buckets_of_one_block_go_to_the_ranks_in_turn():
+    shares = deal([[spec(name, 5, "float32")] for name in "abcdefg"], 3)
+    ranks = [next(r for r, share in enumerate(by_rank) if share) for by_rank in shares]
+    assert sorted(ranks[:3]) == [0, 1, 2]
+    assert ranks[3:6] == ranks[:3]
 
 
 @prove
@@ -301,7 +285,7 @@ def test_the_same_specs_make_the_same_plan(specs, ranks, bucket_bytes, max_shard
     one, other = plan_of(specs, **options), plan_of(list(specs), **options)
     assert one == other
     assert one.index == other.index
-    assert {t.writer_rank for t in one.tensors.values()} <= set(range(ranks))
+    assert {len(by_rank) for by_rank in one.shares} == {ranks}
     assert [name for bucket in one.buckets for name in bucket] == list(one.tensors)
 
 

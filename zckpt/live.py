@@ -15,9 +15,9 @@ from functools import cached_property
 from typing import Any, Literal
 
 import torch
-from blake3 import blake3
 from torch import Tensor, nn
 
+from zckpt import digests
 from zckpt.errors import LayoutError, UnsupportedError
 from zckpt.manifest import Digest, LeftOut, ValueFrom
 from zckpt.names import choose_owner, clean_names, listed, without_wrappers
@@ -59,12 +59,26 @@ def as_bytes(flat: Tensor) -> memoryview:
 
 def digest_of_tensor(tensor: Tensor) -> Digest:
     """Return the digest of a tensor's bytes in row-major order, reading 1 MiB at a time."""
-    hasher = blake3()
     flat = tensor.detach().reshape(-1)
-    step = max(1, CHUNK_BYTES // flat.element_size())
-    for start in range(0, flat.numel(), step):
-        hasher.update(as_bytes(flat[start : start + step].cpu().contiguous()))
-    return Digest(algorithm="blake3", hex=hasher.hexdigest())
+    spec = TensorSpec(
+        name="", shape=tuple(flat.shape), dtype=dtype_of(flat, "a tensor"), role="buffer"
+    )
+    return digests.of_tensor(
+        [
+            digests.of_block(
+                as_bytes(flat[start:end].cpu().contiguous())
+                for start, end in chunks(block.start, block.end, flat.element_size())
+            )
+            for block in digests.blocks_of(spec)
+        ]
+    )
+
+
+def chunks(start: int, end: int, element_bytes: int) -> Iterator[tuple[int, int]]:
+    """Yield the element range `[start, end)` in ranges of at most `CHUNK_BYTES`."""
+    step = CHUNK_BYTES // element_bytes
+    for first in range(start, end, step):
+        yield first, min(first + step, end)
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:

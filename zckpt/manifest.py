@@ -27,9 +27,10 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 class Digest(Record, frozen=True):
     """A digest and what exactly it was taken of."""
 
-    algorithm: Literal["blake3", "blake3-header"]
-    """`blake3`: of all the bytes. `blake3-header`: of a safetensors file's length prefix and
-    header only; the rest of that file is covered by the digests of its tensors."""
+    algorithm: Literal["blake3", "blake3-16MiB", "blake3-header"]
+    """`blake3`: of all the bytes. `blake3-16MiB`: of the BLAKE3 digests of the tensor's 16 MiB
+    blocks, one behind the other. `blake3-header`: of a safetensors file's length prefix and header
+    only; the rest of that file is covered by the digests of its tensors."""
     hex: str
 
 

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from zckpt.digests import Block, blocks_of
 from zckpt.errors import UsageError
 from zckpt.spec import AliasGroup, DType, Span, TensorSpec
 
@@ -23,12 +24,11 @@ FILE_PATTERN = "model{suffix}.safetensors"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedTensor:
-    """Where one stored tensor goes and who writes it."""
+    """Where one stored tensor goes."""
 
     spec: TensorSpec
     file: str
     span: Span
-    writer_rank: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +50,8 @@ class SavePlan:
     """By owner name, in the order of the specs."""
     buckets: tuple[tuple[str, ...], ...]
     """Owner names handled in one window, in the order of the specs."""
+    shares: tuple[tuple[tuple[Block, ...], ...], ...]
+    """The blocks that each rank writes, by bucket and rank."""
 
     @property
     def size_bytes(self) -> int:
@@ -96,8 +98,8 @@ def make_plan(
         bucket_bytes: most bytes handled in one window; a larger tensor is a bucket of its own.
         window_bytes: bytes that handling a tensor takes in memory, by owner name, in the order of
             the specs.
-        writer_ranks: ranks 0 to `writer_ranks - 1` write; each bucket's tensors are dealt to them
-            so that they get about the same number of bytes.
+        writer_ranks: ranks 0 to `writer_ranks - 1` write; each bucket is dealt to them so that
+            they get about the same number of bytes.
         rank_0_only: owner names whose values only rank 0 can vouch for.
 
     Raises:
@@ -108,18 +110,16 @@ def make_plan(
     aliases = {group.owner: group.aliases for group in groups}
     buckets = tuple(fill_buckets(window_bytes, bucket_bytes))
     by_name = {spec.name: spec for spec in specs}
-    writers = deal([[by_name[n] for n in bucket] for bucket in buckets], writer_ranks, rank_0_only)
+    shares = deal([[by_name[n] for n in bucket] for bucket in buckets], writer_ranks, rank_0_only)
     files: list[PlannedFile] = []
     planned: dict[str, PlannedTensor] = {}
     for name, members in _split_into_files(specs, max_shard_size).items():
         file, spans = lay_out_file(name, [by_name[m] for m in members], aliases)
         files.append(file)
         for member, span in spans.items():
-            planned[member] = PlannedTensor(
-                spec=by_name[member], file=name, span=span, writer_rank=writers[member]
-            )
+            planned[member] = PlannedTensor(spec=by_name[member], file=name, span=span)
     ordered = {spec.name: planned[spec.name] for spec in specs}
-    return SavePlan(files=tuple(files), tensors=ordered, buckets=buckets)
+    return SavePlan(files=tuple(files), tensors=ordered, buckets=buckets, shares=shares)
 
 
 def lay_out_file(
@@ -154,27 +154,31 @@ def lay_out_file(
 
 def deal(
     buckets: Iterable[Sequence[TensorSpec]], ranks: int, rank_0_only: frozenset[str] = frozenset()
-) -> dict[str, int]:
-    """Return the rank that handles each tensor, so that ranks get about equally many bytes.
+) -> tuple[tuple[tuple[Block, ...], ...], ...]:
+    """Return the blocks that each rank handles, by bucket and rank.
 
-    Within a bucket, where ranks work at the same time, the largest tensor first goes to the rank
-    with the fewest bytes of that bucket; among equals to the one with the fewest in all. So buckets
-    of one tensor go to the ranks in turn.
+    Each bucket's blocks, in order, are cut into as many runs of about equal bytes as there are
+    ranks. The first run goes to another rank in each bucket, so that buckets of one block go to the
+    ranks in turn.
     """
-    total = [0] * ranks
-    handler: dict[str, int] = {}
-    for bucket in buckets:
-        load = [0] * ranks
-        for spec in sorted(
-            bucket, key=lambda s: (s.name not in rank_0_only, -s.size_bytes, s.name)
-        ):
-            rank = min(range(ranks), key=lambda r: (load[r], total[r]))
-            if spec.name in rank_0_only:
-                rank = 0
-            handler[spec.name] = rank
-            load[rank] += spec.size_bytes
-            total[rank] += spec.size_bytes
-    return handler
+    return tuple(
+        _deal_bucket(bucket, ranks, rank_0_only, turn) for turn, bucket in enumerate(buckets)
+    )
+
+
+def _deal_bucket(
+    bucket: Sequence[TensorSpec], ranks: int, rank_0_only: frozenset[str], turn: int
+) -> tuple[tuple[Block, ...], ...]:
+    shares: list[list[Block]] = [[] for _ in range(ranks)]
+    shared = [block for s in bucket if s.name not in rank_0_only for block in blocks_of(s)]
+    total_bytes = sum(block.size_bytes for block in shared)
+    before = 0
+    for block in shared:
+        middle = before + block.size_bytes // 2
+        shares[(middle * ranks // total_bytes + turn) % ranks].append(block)
+        before += block.size_bytes
+    shares[0] += [block for s in bucket if s.name in rank_0_only for block in blocks_of(s)]
+    return tuple(map(tuple, shares))
 
 
 def fill_buckets(window_bytes: Mapping[str, int], bucket_bytes: int) -> Iterator[tuple[str, ...]]:

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from zckpt import __version__
+from zckpt.digests import of_file, of_header
 from zckpt.hf import ties_of
 from zckpt.live import LiveModel, digest_of_tensor, dtype_of
 from zckpt.manifest import (
@@ -30,7 +31,6 @@ from zckpt.names import listed
 from zckpt.plan import SavePlan
 from zckpt.sources.engine import LiveSource, Weights
 from zckpt.spec import DType
-from zckpt.writers.stream import digest_bytes, digest_header
 
 
 def describe(
@@ -154,7 +154,7 @@ def _file_records(folder: Path, plan: SavePlan) -> tuple[FileRecord, ...]:
     records = []
     for path in sorted(folder.iterdir()):
         header = headers.get(path.name)
-        digest = digest_bytes(path.read_bytes()) if header is None else digest_header(header)
+        digest = of_file(path.read_bytes()) if header is None else of_header(header)
         records.append(FileRecord(name=path.name, size_bytes=path.stat().st_size, digest=digest))
     return tuple(records)
 

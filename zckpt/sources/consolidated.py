@@ -17,12 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from blake3 import blake3
 from safetensors import safe_open
 from torch import Tensor
 
+from zckpt import digests
+from zckpt.digests import Block
 from zckpt.errors import CorruptCheckpointError, NotACheckpointError
-from zckpt.live import CHUNK_BYTES, as_bytes, torch_dtype
+from zckpt.live import as_bytes, chunks, torch_dtype
 from zckpt.manifest import MANIFEST_NAME, Digest, Manifest, TensorRecord, parse_manifest
 from zckpt.plan import FILE_PATTERN, INDEX_NAME
 from zckpt.spec import DTYPES_BY_CODE, Span, TensorSpec
@@ -141,23 +142,31 @@ class Consolidated(Mapping[str, Tensor]):
 
     def digest(self, name: str) -> Digest:
         """Return the digest of a tensor's bytes as they are in the file now. Memory: 1 MiB."""
-        tensor = self.stored[self.owner(name)]
-        hasher = blake3()
-        step = max(1, CHUNK_BYTES // tensor.spec.dtype.size_bytes)
-        for start in range(0, tensor.spec.numel, step):
-            part = self.read(name, start, min(start + step, tensor.spec.numel))
-            hasher.update(as_bytes(part))
-        return Digest(algorithm="blake3", hex=hasher.hexdigest())
+        blocks = digests.blocks_of(self.spec(name))
+        return digests.of_tensor([self.digest_block(block) for block in blocks])
 
-    def check(self, name: str) -> None:
-        """Raise a `CorruptCheckpointError` unless the tensor's bytes are those of the manifest."""
+    def digest_block(self, block: Block) -> bytes:
+        """Return the digest of one block of a stored tensor as it is in the file now."""
+        size_bytes = self.spec(block.name).dtype.size_bytes
+        return digests.of_block(
+            as_bytes(self.read(block.name, start, end))
+            for start, end in chunks(block.start, block.end, size_bytes)
+        )
+
+    def check(self, name: str, digest: Digest | None = None) -> None:
+        """Raise a `CorruptCheckpointError` unless the tensor's bytes are those of the manifest.
+
+        Args:
+            name: the tensor; without a manifest nothing is checked.
+            digest: what `digest(name)` returns, if it is known already.
+        """
         owner = self.owner(name)
         record = self.records.get(owner)
         if self.manifest is not None and record is None:
             raise CorruptCheckpointError(f"{self.path}: {owner} is not in the manifest.")
         if record is None:
             return
-        found = self.digest(owner)
+        found = digest or self.digest(owner)
         if found != record.digest:
             raise CorruptCheckpointError(
                 f"{self.stored[owner].path}: {owner} has {found.algorithm} digest {found.hex} "

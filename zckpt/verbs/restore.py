@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from zckpt.digests import Block, blocks_of, of_tensor
 from zckpt.errors import SpecMismatchError
 from zckpt.live import Entry, LiveModel, digest_of_tensor, look_at
 from zckpt.manifest import Manifest
@@ -97,8 +98,7 @@ def load_consolidated(
         target_model.check_fillable(live)
         match = _match(checkpoint, live, tuple(allow_missing), tuple(allow_unexpected), allow_cast)
     if check:
-        with team.together("checking digests"):
-            _check_share(checkpoint, sorted(set(match.stored.values())), team)
+        _check_digests(checkpoint, sorted(set(match.stored.values())), team)
     left_on_meta: list[str] = []
     with team.together("filling the target"):
         if live.kind == "module":
@@ -132,12 +132,19 @@ def _reader(checkpoint: Consolidated, stored: str) -> target_model.Read:
     return read
 
 
-def _check_share(checkpoint: Consolidated, names: Sequence[str], team: Team) -> None:
-    """Check this rank's share of the tensors, so that together the ranks check each once."""
-    checker = deal([[checkpoint.spec(name) for name in names]], team.size)
-    for name in names:
-        if checker[name] == team.rank:
-            checkpoint.check(name)
+def _check_digests(checkpoint: Consolidated, names: Sequence[str], team: Team) -> None:
+    """Check every tensor once, each rank hashing its share of the blocks."""
+    if checkpoint.manifest is None:
+        return
+    mine: dict[Block, bytes] = {}
+    with team.together("checking digests"):
+        (shares,) = deal([[checkpoint.spec(name) for name in names]], team.size)
+        mine = {block: checkpoint.digest_block(block) for block in shares[team.rank]}
+    everyone = {block: digest for part in team.gather(mine) for block, digest in part.items()}
+    with team.together("checking digests"):
+        for name in names:
+            blocks = [everyone[block] for block in blocks_of(checkpoint.spec(name))]
+            checkpoint.check(name, of_tensor(blocks))
 
 
 # ------------------------------------------------------------------ matching

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from zckpt import hf, records
+from zckpt.digests import BLOCK_BYTES, Block, blocks_of, of_tensor
 from zckpt.errors import StaleCopiesError, UsageError
 from zckpt.evaluation import EvalFn, check_can_evaluate, evaluate
 from zckpt.live import LiveModel, look_at
@@ -91,7 +92,8 @@ def save_consolidated(
     on afterwards bit for bit as if nothing had been saved.
 
     **Memory:** on each rank one bucket beyond the engine, or the largest tensor where that is
-    bigger; 1 MiB where nothing is partitioned.
+    bigger (twice that tensor with gloo, which copies what it gathers); 1 MiB where nothing is
+    partitioned.
 
     Args:
         engine: a DeepSpeed engine of any ZeRO stage, with or without an optimizer, a module made
@@ -107,7 +109,8 @@ def save_consolidated(
             optimizer leaves such): `report` saves the partitions and says so, `error` refuses.
         tokenizer: a tokenizer or processor whose files go into the folder.
         max_shard_size: largest file, in bytes or like `"5GB"`.
-        bucket_bytes: most bytes gathered at a time, at least one tensor.
+        bucket_bytes: most bytes gathered at a time, at least one tensor. 16 MiB a rank are enough to
+            keep all ranks busy, so more than that is not used.
         overwrite: replace a zckpt checkpoint at `out_dir`, the whole folder; the old one stays
             until the new one is complete.
         save_total_limit: with `out_dir` named `checkpoint-<step>`: how many of these to keep beside
@@ -200,7 +203,7 @@ def save_consolidated(
         manifest=manifest,
         seconds=clock.seconds,
         buckets=len(plan.buckets),
-        writer_ranks=len({tensor.writer_rank for tensor in plan.tensors.values()}),
+        writer_ranks=len({r for shares in plan.shares for r, mine in enumerate(shares) if mine}),
         removed=removed,
     )
     if team.rank == 0:
@@ -267,7 +270,9 @@ def _plan(
             source.specs,
             [entry.group for entry in live.entries],
             max_shard_size=options.max_shard_size,
-            bucket_bytes=options.bucket_bytes,
+            # A block for each rank keeps all of them busy; more would only take fresh memory, which
+            # costs more time than the gather itself where it has to be cleared first (on a CPU).
+            bucket_bytes=min(options.bucket_bytes, team.size * BLOCK_BYTES),
             window_bytes={spec.name: source.window_bytes(spec.name) for spec in source.specs},
             writer_ranks=team.size if staging.is_shared else 1,
             rank_0_only=differing,
@@ -281,17 +286,20 @@ def _plan(
 
 
 def _write(team: Team, source: LiveSource, plan: SavePlan, folder: Path) -> dict[str, Digest]:
-    """Copy every tensor into its span, each rank its share of each bucket; return all digests."""
-    mine: dict[str, Digest] = {}
+    """Write every block, each rank its share of each bucket; return all tensors' digests."""
+    mine: dict[Block, bytes] = {}
     with stream.open_writer(folder) as writer:
-        for bucket in plan.buckets:
+        for bucket, shares in zip(plan.buckets, plan.shares, strict=True):
             with source.window(bucket), team.together(f"writing {bucket[0]} and what follows it"):
-                for tensor in map(plan.tensors.__getitem__, bucket):
-                    if tensor.writer_rank == team.rank:
-                        mine[tensor.spec.name] = writer.write(tensor, source)
+                for block in shares[team.rank] if team.rank < len(shares) else ():
+                    mine[block] = writer.write(plan.tensors[block.name], block, source)
         with team.together("syncing its files to the disk"):
             writer.sync()
-    return {name: digest for part in team.gather(mine) for name, digest in part.items()}
+    everyone = {block: digest for part in team.gather(mine) for block, digest in part.items()}
+    return {
+        name: of_tensor([everyone[block] for block in blocks_of(tensor.spec)])
+        for name, tensor in plan.tensors.items()
+    }
 
 
 class _Clock:

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from zckpt.digests import blocks_of, of_file, of_header, of_tensor
 from zckpt.errors import CorruptCheckpointError, NotACheckpointError, UsageError
 from zckpt.manifest import MANIFEST_NAME, RUN_NAME, Digest, Manifest
 from zckpt.plan import INDEX_NAME
 from zckpt.sources.consolidated import Consolidated, read_header, read_index
 from zckpt.sources.consolidated import open as open_checkpoint
-from zckpt.writers.stream import digest_bytes, digest_header
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ def verify(
         headers_only: skip the digests of tensors, which need every byte read.
         eval_fn: called with the folder's path; its value is compared with the recorded mean loss.
         rtol: largest accepted difference of the two, relative to the recorded one.
-        progress: called with (bytes hashed so far, bytes in all), from any thread.
+        progress: called with (bytes hashed so far, bytes in all).
 
     Raises:
         NotACheckpointError: there is nothing to verify at the path.
@@ -145,8 +145,8 @@ def _compare_files(folder: Path, manifest: Manifest) -> Iterator[Finding]:
 
 def _digest_of_file(path: Path, like: Digest) -> Digest:
     if like.algorithm == "blake3-header":
-        return digest_header(read_header(path).header)
-    return digest_bytes(path.read_bytes())
+        return of_header(read_header(path).header)
+    return of_file(path.read_bytes())
 
 
 def _compare_index(checkpoint: Consolidated) -> Iterator[Finding]:
@@ -215,24 +215,21 @@ def _find_placeholders(checkpoint: Consolidated) -> Iterator[Finding]:
 def _compare_digests(
     checkpoint: Consolidated, names: list[str], progress: Callable[[int, int], None] | None
 ) -> Iterator[Finding]:
-    sizes = {name: checkpoint.stored[name].span.size_bytes for name in names}
-    total = sum(sizes.values())
+    blocks = [block for name in names for block in blocks_of(checkpoint.spec(name))]
+    total = sum(block.size_bytes for block in blocks)
     done = 0
+    of_tensor_blocks: dict[str, list[bytes]] = {name: [] for name in names}
     with ThreadPoolExecutor(os.cpu_count()) as threads:
-        for name, error in threads.map(lambda n: (n, _check(checkpoint, n)), names):
-            done += sizes[name]
+        for block, digest in zip(blocks, threads.map(checkpoint.digest_block, blocks), strict=True):
+            of_tensor_blocks[block.name].append(digest)
+            done += block.size_bytes
             if progress is not None:
                 progress(done, total)
-            if error is not None:
-                yield Finding("corrupt", name, error)
-
-
-def _check(checkpoint: Consolidated, name: str) -> str | None:
-    try:
-        checkpoint.check(name)
-    except CorruptCheckpointError as error:
-        return str(error)
-    return None
+    for name, block_digests in of_tensor_blocks.items():
+        found, expected = of_tensor(block_digests), checkpoint.records[name].digest
+        if found != expected:
+            what = f"{found.algorithm} digest {found.hex}, {expected.hex} in the manifest"
+            yield Finding("corrupt", name, what)
 
 
 def _compare_losses(

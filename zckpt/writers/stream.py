@@ -11,12 +11,12 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Protocol
 
-from blake3 import blake3
 from torch import Tensor
 
-from zckpt.errors import CorruptCheckpointError, UnsupportedError
-from zckpt.live import CHUNK_BYTES, as_bytes
-from zckpt.manifest import Digest
+from zckpt import digests
+from zckpt.digests import Block
+from zckpt.errors import UnsupportedError
+from zckpt.live import as_bytes, chunks
 from zckpt.plan import PlannedFile, PlannedTensor
 
 
@@ -71,27 +71,21 @@ class Writer:
         self._stack = stack
         self._files: dict[str, int] = {}
 
-    def write(self, tensor: PlannedTensor, source: Reads) -> Digest:
-        """Copy one tensor from the source into its span and return the digest of its bytes.
+    def write(self, tensor: PlannedTensor, block: Block, source: Reads) -> bytes:
+        """Copy one block of a tensor from the source into its place and return its digest.
 
-        Memory: one chunk of 1 MiB, if the source has to cast or to leave a device.
+        Memory: one chunk of 1 MiB, where the source has to cast or to leave a device.
         """
         descriptor = self._open(tensor.file)
-        hasher = blake3()
-        step = max(1, CHUNK_BYTES // tensor.spec.dtype.size_bytes)
-        position = tensor.span.start
-        for start in range(0, tensor.spec.numel, step):
-            part = source.read(tensor.spec.name, start, min(start + step, tensor.spec.numel))
-            data = as_bytes(part)
-            hasher.update(data)
-            write_all(descriptor, data, position)
-            position += len(data)
-        if position != tensor.span.end:
-            raise CorruptCheckpointError(
-                f"{tensor.spec.name} has {position - tensor.span.start} bytes where the plan has "
-                f"{tensor.span.size_bytes}; was the model changed during the save?"
-            )
-        return Digest(algorithm="blake3", hex=hasher.hexdigest())
+        size_bytes = tensor.spec.dtype.size_bytes
+
+        def parts() -> Iterator[memoryview]:
+            for start, end in chunks(block.start, block.end, size_bytes):
+                data = as_bytes(source.read(block.name, start, end))
+                write_all(descriptor, data, tensor.span.start + start * size_bytes)
+                yield data
+
+        return digests.of_block(parts())
 
     def sync(self) -> None:
         """Have the operating system put all that this process wrote on the disk."""
@@ -121,13 +115,3 @@ def write_all(descriptor: int, data: memoryview, position: int) -> None:
         written = os.pwrite(descriptor, data, position)
         data = data[written:]
         position += written
-
-
-def digest_bytes(data: bytes) -> Digest:
-    """Return the digest of a small file's content."""
-    return Digest(algorithm="blake3", hex=blake3(data).hexdigest())
-
-
-def digest_header(header: bytes) -> Digest:
-    """Return the digest that stands for a safetensors file, beside those of its tensors."""
-    return Digest(algorithm="blake3-header", hex=blake3(header).hexdigest())
