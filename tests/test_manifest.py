@@ -69,7 +69,7 @@ EVERYTHING = Manifest(
             file="model.safetensors",
             start=736,
             end=992,
-            digest=digest("3"),
+            digest=digest("3", "blake3-16MiB"),
             trainable=True,
             value_from="master",
             optimizer="AdamW",
@@ -82,7 +82,7 @@ EVERYTHING = Manifest(
             file="model.safetensors",
             start=720,
             end=728,
-            digest=digest("4"),
+            digest=digest("4", "blake3-16MiB"),
             trainable=False,
             value_from="live",
             optimizer=None,
@@ -95,7 +95,7 @@ EVERYTHING = Manifest(
             file="model.safetensors",
             start=728,
             end=736,
-            digest=digest("5"),
+            digest=digest("5", "blake3-16MiB"),
             trainable=False,
             value_from="live",
             optimizer=None,
@@ -103,7 +103,9 @@ EVERYTHING = Manifest(
     ),
     aliases=(AliasRecord(owner="wte.weight", aliases=("lm_head.weight",)),),
     unstored_buffers=(
-        UnstoredBuffer(name="attn.mask", shape=(1, 4, 4), dtype="bool", digest=digest("6")),
+        UnstoredBuffer(
+            name="attn.mask", shape=(1, 4, 4), dtype="bool", digest=digest("6", "blake3-16MiB")
+        ),
     ),
     left_out=(LeftOut(name="tuner._extra_state", reason="a dict, not a tensor"),),
     stale_copies=("wte.weight",),
