@@ -5,7 +5,7 @@ import torch
 from blake3 import blake3
 
 import zckpt
-from zckpt.live import digest_of_tensor
+from zckpt.tensors import digest_of_tensor
 
 MIB = 1 << 20
 

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from torch import nn
 
 from zckpt.errors import NameCollisionError
-from zckpt.live import torch_dtype
 from zckpt.names import (
     choose_owner,
     clean_names,
@@ -19,6 +18,7 @@ from zckpt.names import (
     without_wrappers,
 )
 from zckpt.spec import DTYPES, DTYPES_BY_CODE, AliasGroup, Span, TensorSpec
+from zckpt.tensors import torch_dtype
 
 # ------------------------------------------------------------------ spec
 

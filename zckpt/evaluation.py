@@ -20,9 +20,10 @@ import torch
 from torch import nn
 
 from zckpt.errors import UnsupportedError
-from zckpt.live import LiveModel, set_aside
+from zckpt.live import LiveModel
 from zckpt.manifest import EvalRecord, Loss
 from zckpt.ranks import Team
+from zckpt.zero import set_aside
 
 EvalFn = Callable[[nn.Module], float]
 

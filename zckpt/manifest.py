@@ -61,6 +61,7 @@ class FileRecord(Record, frozen=True):
     """One file of the folder, other than the manifest and the run record."""
 
     name: str
+    """Relative to the folder, with `/` between parts. Files of tensors lie in the folder itself."""
     size_bytes: int
     digest: Digest
 
@@ -221,11 +222,15 @@ def parse_manifest(text: bytes, where: str = MANIFEST_NAME) -> Manifest:
 
 def _check(manifest: Manifest, where: str) -> None:
     """Raise a `ManifestError` for what types alone cannot say."""
-    files = [record.name for record in manifest.files]
-    files += [record.file for record in manifest.tensors]
+    files = {record.name for record in manifest.files}
     for name in files:
-        if not name or "/" in name or "\\" in name or name in {".", ".."}:
+        if "\\" in name or not all(part.strip(".") for part in name.split("/")):
             raise ManifestError(f"{where} names the file {name!r}, which leaves the folder.")
+    for record in manifest.tensors:
+        if record.file not in files or "/" in record.file:
+            raise ManifestError(
+                f"{where} has {record.name} in {record.file!r}, which is none of its files."
+            )
     evaluation = manifest.evaluation
     losses = (
         (evaluation.mean, *evaluation.ranks, evaluation.with_stale_copies) if evaluation else ()

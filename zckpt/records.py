@@ -13,7 +13,7 @@ import torch
 from zckpt import __version__
 from zckpt.digests import of_file, of_header
 from zckpt.hf import ties_of
-from zckpt.live import LiveModel, digest_of_tensor, dtype_of
+from zckpt.live import LiveModel
 from zckpt.manifest import (
     SCHEMA_VERSION,
     AliasRecord,
@@ -31,6 +31,7 @@ from zckpt.names import listed
 from zckpt.plan import SavePlan
 from zckpt.sources.engine import LiveSource, Weights
 from zckpt.spec import DType
+from zckpt.tensors import digest_of_tensor, dtype_of
 
 
 def describe(
@@ -152,10 +153,11 @@ def _unstored_buffers(live: LiveModel) -> tuple[UnstoredBuffer, ...]:
 def _file_records(folder: Path, plan: SavePlan) -> tuple[FileRecord, ...]:
     headers = {file.name: file.header for file in plan.files}
     records = []
-    for path in sorted(folder.iterdir()):
-        header = headers.get(path.name)
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        name = path.relative_to(folder).as_posix()
+        header = headers.get(name)
         digest = of_file(path.read_bytes()) if header is None else of_header(header)
-        records.append(FileRecord(name=path.name, size_bytes=path.stat().st_size, digest=digest))
+        records.append(FileRecord(name=name, size_bytes=path.stat().st_size, digest=digest))
     return tuple(records)
 
 

@@ -304,3 +304,47 @@ def test_what_cannot_be_saved_right_is_refused_by_name(tmp_path):
         assert "fc.weight" in expert
         assert "dict" in other
     assert list(tmp_path.iterdir()) == []
+
+
+# ------------------------------------------------------------------ other ways to hold partitions
+
+
+def save_and_load_back(out, config):
+    engine = models.make_engine(models.build("odd"), config)
+    models.train(engine, range(2))
+    truth = models.evaluate(engine.module.eval())
+    report = zckpt.save_consolidated(engine, out, eval_fn=models.evaluate)
+    zckpt.save_consolidated(engine, out + "-master", weights="master")
+    engine.train()
+    models.train(engine, range(2, 4))
+    moved = models.evaluate(engine.module.eval())
+    zckpt.load_consolidated(engine, out + "-master")
+    back = models.evaluate(engine.module.eval())
+    values = {
+        r.name: r.value_from
+        for r in report.manifest.tensors
+        if r.role == "parameter" and 0 not in r.shape  # DeepSpeed gives empty ones no optimizer
+    }
+    return truth, report.manifest.evaluation.mean.value, moved, back, values
+
+
+@pytest.mark.parametrize(
+    "world_size, zero",
+    [
+        (1, {}),
+        (4, {"zero_hpz_partition_size": 2}),
+        (2, {"stage3_param_persistence_threshold": 0}),
+    ],
+    ids=["one-rank", "hpz", "nothing-persistent"],
+)
+def test_one_rank_hpz_and_nothing_persistent(world_size, zero, tmp_path):
+    config = models.ds_config(lr=0.1, zero={"memory_efficient_linear": False, **zero})
+    out = str(tmp_path / "out")
+    for truth, recorded, moved, back, values in run_ranks(
+        save_and_load_back, world_size, out, config
+    ):
+        assert truth == recorded == back != moved
+        assert set(values.values()) == {"live"}
+    found, masters = dict(zckpt.open(out)), dict(zckpt.open(out + "-master"))
+    for name, value in masters.items():
+        assert torch.equal(value.to(found[name].dtype), found[name]), name

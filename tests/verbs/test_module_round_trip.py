@@ -507,11 +507,26 @@ def test_a_tokenizer_s_files_go_into_the_folder(out):
     class Tokenizer:
         def save_pretrained(self, folder):
             Path(folder, "tokenizer.json").write_text("{}")
+            Path(folder, "additional_chat_templates").mkdir()  # as transformers does for several
+            Path(folder, "additional_chat_templates", "tool.jinja").write_text("{{ tools }}")
 
     report = zckpt.save_consolidated(nn.Linear(1, 1), out, tokenizer=Tokenizer())
     assert (out / "tokenizer.json").read_text() == "{}"
     assert out / "tokenizer.json" in report.files
+    template = out / "additional_chat_templates" / "tool.jinja"
+    assert template in report.files
     assert zckpt.verify(out).is_fine
+    template.write_text("{{ other }}")
+    assert [f.where for f in zckpt.verify(out).findings] == ["additional_chat_templates/tool.jinja"]
+
+
+def test_an_alias_called_format_is_kept(out):
+    module = nn.Module()
+    module.a = nn.Parameter(torch.arange(3.0))
+    module.format = module.a
+    zckpt.save_consolidated(module, out)
+    assert zckpt.verify(out).is_fine
+    assert zckpt.open(out)["format"].tolist() == [0.0, 1.0, 2.0]
 
 
 # ------------------------------------------------------------------ wrappers

@@ -150,8 +150,10 @@ def test_a_missing_file_of_tensors_is_named(folder):
 def test_an_extra_file_is_named(folder):
     (folder / "notes.txt").write_text("mine")
     (folder / "sub").mkdir()
+    (folder / "sub" / "deeper.txt").write_text("mine too")
     assert findings(folder) == dict.fromkeys(
-        [("differs", "notes.txt"), ("differs", "sub")], "in the folder, not in the manifest"
+        [("differs", "notes.txt"), ("differs", "sub/deeper.txt")],
+        "in the folder, not in the manifest",
     )
 
 

@@ -23,10 +23,10 @@ from torch import Tensor
 from zckpt import digests
 from zckpt.digests import Block
 from zckpt.errors import CorruptCheckpointError, NotACheckpointError
-from zckpt.live import as_bytes, chunks, torch_dtype
 from zckpt.manifest import MANIFEST_NAME, Digest, Manifest, TensorRecord, parse_manifest
 from zckpt.plan import FILE_PATTERN, INDEX_NAME
 from zckpt.spec import DTYPES_BY_CODE, Span, TensorSpec
+from zckpt.tensors import as_bytes, chunks, torch_dtype
 
 _MAX_HEADER_BYTES = 100_000_000
 """The safetensors library refuses larger headers, so a larger length is garbage."""

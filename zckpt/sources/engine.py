@@ -15,21 +15,13 @@ import torch
 from torch import Tensor
 
 from zckpt.errors import UnsupportedError
-from zckpt.live import (
-    CHUNK_BYTES,
-    Entry,
-    LiveModel,
-    Master,
-    digest_of_tensor,
-    gathered_copy,
-    same_bits,
-    set_aside,
-    torch_dtype,
-)
+from zckpt.live import Entry, LiveModel
 from zckpt.names import listed
 from zckpt.plan import fill_buckets
 from zckpt.ranks import Team, digest_of
 from zckpt.spec import DTYPES, DType, TensorSpec
+from zckpt.tensors import CHUNK_BYTES, digest_of_tensor, same_bits, torch_dtype
+from zckpt.zero import Master, gathered_copy, set_aside
 
 Weights = Literal["live", "master"]
 

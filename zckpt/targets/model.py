@@ -14,8 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from zckpt.errors import UnsupportedError
-from zckpt.live import CHUNK_BYTES, Entry, LiveModel, gathered_copy, partition_of
+from zckpt.live import Entry, LiveModel
 from zckpt.names import listed, without_wrappers
+from zckpt.tensors import CHUNK_BYTES
+from zckpt.zero import gathered_copy, partition_of
 
 Read = Callable[[int, int], Tensor]
 """Returns elements `[start, end)` of one flattened tensor."""

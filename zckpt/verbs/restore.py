@@ -12,7 +12,7 @@ from torch import Tensor
 
 from zckpt.digests import Block, blocks_of, of_tensor
 from zckpt.errors import SpecMismatchError
-from zckpt.live import Entry, LiveModel, digest_of_tensor, look_at
+from zckpt.live import Entry, LiveModel, look_at
 from zckpt.manifest import Manifest
 from zckpt.names import listed, matches_any, reconcile_prefix
 from zckpt.plan import deal
@@ -20,6 +20,7 @@ from zckpt.ranks import Team, alone, assemble
 from zckpt.sources.consolidated import Consolidated
 from zckpt.sources.consolidated import open as open_checkpoint
 from zckpt.targets import model as target_model
+from zckpt.tensors import digest_of_tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,11 +6,12 @@ from typing import Any
 
 import torch
 
-from zckpt.live import gathered_copy, look_at
+from zckpt.live import look_at
 from zckpt.plan import fill_buckets
 from zckpt.ranks import assemble
 from zckpt.sources.engine import LiveSource
 from zckpt.targets.model import settle
+from zckpt.zero import gathered_copy
 
 
 def resync(engine: Any, *, bucket_bytes: int = 512 << 20, timeout_s: float = 60.0) -> list[str]:

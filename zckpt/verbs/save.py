@@ -109,8 +109,8 @@ def save_consolidated(
             optimizer leaves such): `report` saves the partitions and says so, `error` refuses.
         tokenizer: a tokenizer or processor whose files go into the folder.
         max_shard_size: largest file, in bytes or like `"5GB"`.
-        bucket_bytes: most bytes gathered at a time, at least one tensor. 16 MiB a rank are enough to
-            keep all ranks busy, so more than that is not used.
+        bucket_bytes: most bytes gathered at a time, at least one tensor. Not more than 16 MiB a
+            rank are used: that keeps all ranks busy.
         overwrite: replace a zckpt checkpoint at `out_dir`, the whole folder; the old one stays
             until the new one is complete.
         save_total_limit: with `out_dir` named `checkpoint-<step>`: how many of these to keep beside

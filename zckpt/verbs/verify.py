@@ -138,9 +138,11 @@ def _compare_files(folder: Path, manifest: Manifest) -> Iterator[Finding]:
             what = f"{found.algorithm} digest {found.hex}, {record.digest.hex} in the manifest"
             yield Finding("corrupt", name, what)
     own = {MANIFEST_NAME, RUN_NAME}
-    for path in sorted(folder.iterdir()):
-        if path.name not in listed.keys() | own and not path.name.startswith("."):
-            yield Finding("differs", path.name, "in the folder, not in the manifest")
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        relative = path.relative_to(folder)
+        is_hidden = any(part.startswith(".") for part in relative.parts)
+        if relative.as_posix() not in listed.keys() | own and not is_hidden:
+            yield Finding("differs", relative.as_posix(), "in the folder, not in the manifest")
 
 
 def _digest_of_file(path: Path, like: Digest) -> Digest:
@@ -194,7 +196,12 @@ def _compare_tensors(checkpoint: Consolidated, manifest: Manifest) -> Iterator[F
 def _compare_aliases(checkpoint: Consolidated, manifest: Manifest) -> Iterator[Finding]:
     """Compare the manifest's alias groups with the metadata of the files."""
     in_files: Mapping[str, str] = {a: o for f in checkpoint.files for a, o in f.aliases.items()}
-    in_manifest = {a: group.owner for group in manifest.aliases for a in group.aliases}
+    in_manifest = {
+        alias: group.owner
+        for group in manifest.aliases
+        for alias in group.aliases
+        if alias != "format"  # a key with another meaning in a file's metadata
+    }
     for alias in in_files.keys() | in_manifest.keys():
         if alias in checkpoint.stored:
             yield Finding(

@@ -151,7 +151,7 @@ def publish(staging: Staging, manifest: Manifest, run: RunRecord) -> None:
     the new one is in place.
     """
     folder, target = staging.folder, staging.target
-    for path in folder.iterdir():
+    for path in folder.rglob("*"):
         _sync(path)
     _write_file(folder / RUN_NAME, run.to_json())
     _write_file(folder / MANIFEST_NAME, manifest.to_json())

@@ -16,8 +16,8 @@ from torch import Tensor
 from zckpt import digests
 from zckpt.digests import Block
 from zckpt.errors import UnsupportedError
-from zckpt.live import as_bytes, chunks
 from zckpt.plan import PlannedFile, PlannedTensor
+from zckpt.tensors import as_bytes, chunks
 
 
 class Reads(Protocol):
