@@ -51,7 +51,7 @@ class Team:
         import torch.distributed as dist
 
         values: list[Any] = [None] * self.size
-        with _peers_alive():
+        with peers_alive("talking to it"):
             dist.all_gather_object(values, value, group=self.group)
         return values
 
@@ -62,7 +62,7 @@ class Team:
         import torch.distributed as dist
 
         box = [value]
-        with _peers_alive():
+        with peers_alive("talking to it"):
             dist.broadcast_object_list(box, src=0, group=self.group)
         return box[0]
 
@@ -73,8 +73,8 @@ class Team:
         import torch
         import torch.distributed as dist
 
-        flag = torch.tensor([int(claim)])
-        with _peers_alive():
+        flag = torch.tensor([int(claim)], device="cpu")
+        with peers_alive("talking to it"):
             dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.group)
         return bool(flag.item())
 
@@ -211,10 +211,12 @@ def _meet(verb: str, rank: int, size: int, timeout_s: float) -> None:
     if store.add(f"{key}/count", 1) == size:
         store.compare_set(outcome, "", "complete")
     deadline = time.monotonic() + timeout_s
+    pause_s = 0.005
     while not store.check([outcome]):
         if time.monotonic() > deadline:
             store.compare_set(outcome, "", "abandoned")
-        time.sleep(0.005)
+        time.sleep(pause_s)
+        pause_s = min(0.1, 1.2 * pause_s)  # many ranks must not flood the store
     if store.get(outcome) == b"complete":
         return
     absent = [r for r in range(size) if not store.check([f"{key}/{r}"])]
@@ -243,13 +245,13 @@ def _control_group() -> ProcessGroup:
 
 
 @contextlib.contextmanager
-def _peers_alive() -> Iterator[None]:
+def peers_alive(doing: str) -> Iterator[None]:
+    """Raise a `RankError` where a collective in the block fails, as it does when a peer dies."""
     try:
         yield
     except RuntimeError as error:
         raise RankError(
-            "lost the connection to another rank, which probably died; look at its output. "
-            f"({error})"
+            f"lost another rank while {doing}: it probably died, so look at its output. ({error})"
         ) from error
 
 

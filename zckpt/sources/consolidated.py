@@ -125,7 +125,7 @@ class Consolidated(Mapping[str, Tensor]):
         dtype = tensor.spec.dtype
         if not 0 <= start <= end <= tensor.spec.numel:
             raise IndexError(f"{name} has {tensor.spec.numel} elements, not [{start}, {end}).")
-        values = torch.empty(end - start, dtype=torch_dtype(dtype))
+        values = torch.empty(end - start, dtype=torch_dtype(dtype), device="cpu")
         with _opened(tensor.path) as descriptor:
             _read_exactly(
                 descriptor,

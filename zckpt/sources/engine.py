@@ -18,7 +18,7 @@ from zckpt.errors import UnsupportedError
 from zckpt.live import Entry, LiveModel
 from zckpt.names import listed
 from zckpt.plan import fill_buckets
-from zckpt.ranks import Team, digest_of
+from zckpt.ranks import Team, digest_of, peers_alive
 from zckpt.spec import DTYPES, DType, TensorSpec
 from zckpt.tensors import CHUNK_BYTES, digest_of_tensor, same_bits, torch_dtype
 from zckpt.zero import Master, gathered_copy, set_aside
@@ -169,9 +169,10 @@ class LiveSource:
         copies = [gathered_copy(parameter) for parameter in parameters]
         sizes = {entry.name: entry.spec.size_bytes for entry in entries}
         with set_aside(parameters), contextlib.ExitStack() as gathered:
-            for names in fill_buckets(sizes, _GATHER_BYTES):
-                group = [self._entries[name].tensor for name in names]
-                gathered.enter_context(GatheredParameters(group))
+            with peers_alive(f"gathering {entries[0].name} and what follows it"):
+                for names in fill_buckets(sizes, _GATHER_BYTES):
+                    group = [self._entries[name].tensor for name in names]
+                    gathered.enter_context(GatheredParameters(group))
             for entry, copy in zip(entries, copies, strict=True):
                 if copy is not None and not same_bits(copy, entry.tensor):
                     self._stale.add(entry.name)
@@ -194,5 +195,6 @@ class LiveSource:
         whole = torch.zeros(entry.spec.numel, dtype=torch.float32, device=device)
         whole[master.start : master.start + master.values.numel()] = master.values
         if whole.numel():
-            dist.all_reduce(whole.view(torch.int32), group=master.group)
+            with peers_alive(f"gathering the master of {entry.name}"):
+                dist.all_reduce(whole.view(torch.int32), group=master.group)
         return whole
