@@ -23,5 +23,5 @@ bench-save: ## time saving against the stock tools
 	@scripts/bench-save $(ARGS)
 
 clean: ## remove .venv and everything else that was made
-	rm -rf .venv build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .demo build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

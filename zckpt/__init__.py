@@ -9,11 +9,14 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from zckpt import errors as errors
+
 __version__ = "0.1.0"
 
 _HOMES = {
     "LoadReport": "zckpt.verbs.restore",
     "SaveReport": "zckpt.verbs.save",
+    "VerifyReport": "zckpt.verbs.verify",
     "ZckptError": "zckpt.errors",
     "load_consolidated": "zckpt.verbs.restore",
     "open": "zckpt.sources.consolidated",
@@ -33,6 +36,7 @@ if TYPE_CHECKING:
     from zckpt.verbs.resync import resync as resync
     from zckpt.verbs.save import SaveReport as SaveReport
     from zckpt.verbs.save import save_consolidated as save_consolidated
+    from zckpt.verbs.verify import VerifyReport as VerifyReport
     from zckpt.verbs.verify import verify as verify
 
 

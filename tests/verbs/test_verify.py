@@ -159,13 +159,13 @@ def test_an_extra_file_is_named(folder):
 
 def test_a_changed_file_is_named(folder):
     (folder / "vocab.json").write_text('{"b": 0}')
-    assert "digest" in findings(folder)["corrupt", "vocab.json"]
+    assert "digest" in findings(folder)["differs", "vocab.json"]
     assert len(findings(folder)) == 1
 
 
 def test_another_size_is_named(folder):
     (folder / "vocab.json").write_text('{"a": 0} ')
-    assert findings(folder) == {("corrupt", "vocab.json"): "9 bytes, 8 in the manifest"}
+    assert findings(folder) == {("differs", "vocab.json"): "9 bytes, 8 in the manifest"}
 
 
 @pytest.mark.parametrize("keep", [0, 7, 300, -1])
@@ -185,7 +185,18 @@ def test_a_changed_header_of_the_same_size_is_found_without_reading_tensors(fold
     assert "digest" in found["corrupt", ONE]
 
 
-@pytest.mark.parametrize("text", [b"", b"{", b'{"schema_version": 99}'])
+def test_a_lost_manifest_is_a_finding_where_its_run_record_is_left(folder):
+    (folder / MANIFEST_NAME).unlink()
+    assert ("corrupt", MANIFEST_NAME) in findings(folder)
+
+
+def test_a_newer_manifest_is_not_called_corrupt(folder):
+    (folder / MANIFEST_NAME).write_bytes(b'{"schema_version": 99}')
+    with pytest.raises(zckpt.errors.ManifestVersionError, match="99"):
+        zckpt.verify(folder)
+
+
+@pytest.mark.parametrize("text", [b"", b"{"])
 def test_a_garbled_manifest_is_a_finding(folder, text):
     (folder / MANIFEST_NAME).write_bytes(text)
     assert MANIFEST_NAME in said(folder)
@@ -299,6 +310,7 @@ def indexed(request, many):
     """A folder of several files, with its manifest and without."""
     if request.param == "Hugging Face":
         (many / MANIFEST_NAME).unlink()
+        (many / RUN_NAME).unlink()
     assert zckpt.verify(many).is_fine
     return many
 

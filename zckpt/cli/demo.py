@@ -1,5 +1,6 @@
 """`zckpt demo`: train, save, restore, compare."""
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -59,9 +60,10 @@ def command(
             tell=tell,
         )
     (_print_document if as_json else _print)(report)
+    program = sys.argv[0] if Path(sys.argv[0]).name == "zckpt" else "python -m zckpt"
     notes = (
-        f"look at it with: zckpt inspect {out}",
-        f"check it with:   zckpt verify {out} --eval zckpt.testing.demo:evaluate_checkpoint",
+        f"look at it with: {program} inspect {out}",
+        f"check it with:   {program} verify {out} --eval zckpt.testing.demo:evaluate_checkpoint",
     )
     print_notes(notes, quiet=quiet)
     raise typer.Exit(FINE if report.is_fine else DIFFERS)

@@ -15,7 +15,7 @@ CRASHED = 70
 
 EXIT_CODES = (
     "Exit codes: 0 fine, 1 a check found a difference, 2 usage error, "
-    "3 unreadable or corrupt checkpoint."
+    "3 unreadable or corrupt checkpoint, 70 a bug in zckpt."
 )
 
 
@@ -42,7 +42,7 @@ _MEANINGS: dict[type[Exception], Meaning] = {
     ),
     errors.MissingExtraError: Meaning(USAGE, "install it beside zckpt and try again"),
     errors.UnsupportedError: Meaning(USAGE, "the message says what would work instead"),
-    errors.UsageError: Meaning(USAGE, "zckpt VERB --help shows options and examples"),
+    errors.UsageError: Meaning(USAGE, "zckpt COMMAND --help has the options and examples"),
     errors.ZckptError: Meaning(USAGE, "ZCKPT_TRACEBACK=1 in the environment shows where"),
 }
 """The first row that an exception is an instance of counts. All others are bugs: a traceback and

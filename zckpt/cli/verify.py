@@ -2,8 +2,10 @@
 
 import contextlib
 import importlib
+import re
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, cast
@@ -45,7 +47,10 @@ _EXIT_CODES = {"fine": FINE, "differs": DIFFERS, "corrupt": CORRUPT}
 
 def command(
     path: Annotated[
-        Path, typer.Argument(metavar="PATH", help="A zckpt or Hugging Face safetensors folder.")
+        Path,
+        typer.Argument(
+            metavar="PATH", help="A zckpt or Hugging Face safetensors folder, or one file."
+        ),
     ],
     *,
     headers_only: Annotated[
@@ -94,9 +99,15 @@ class _Evaluation:
 
     def __call__(self, folder: str) -> float:
         start = time.perf_counter()
-        with spinner(quiet=self._quiet) as tell, contextlib.redirect_stdout(sys.stderr):
-            tell(f"evaluating with {self._name}")
-            loss = float(self._function(folder))
+        try:
+            with spinner(quiet=self._quiet) as tell, contextlib.redirect_stdout(sys.stderr):
+                tell(f"evaluating with {self._name}")
+                loss = float(self._function(folder))
+        except Exception as error:
+            traceback.print_exception(error)
+            raise UsageError(
+                f"--eval {self._name} raised {type(error).__name__}: {error}"
+            ) from error
         self.seconds = time.perf_counter() - start
         return loss
 
@@ -110,8 +121,10 @@ def _import_function(name: str) -> Callable[[str], float]:
     try:
         with contextlib.redirect_stdout(sys.stderr):
             module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise UsageError(f"--eval {name}: cannot import {module_name}: {error}.") from error
+    except Exception as error:
+        raise UsageError(
+            f"--eval {name}: cannot import {module_name}: {type(error).__name__}: {error}."
+        ) from error
     function = getattr(module, attribute, None)
     if not callable(function):
         raise UsageError(f"--eval {name}: {module_name} has no function {attribute}.")
@@ -154,11 +167,14 @@ def _print(report: "VerifyReport", seconds: float) -> None:
         table = Table("kind", "where", "what", box=box.SIMPLE_HEAD)
         for finding in report.findings:
             kind = Text(finding.kind, _STYLES[finding.kind])
-            table.add_row(kind, Text(finding.where), Text(finding.what, overflow="fold"))
+            where, what = Text(finding.where, overflow="fold"), _shorten_digests(finding.what)
+            table.add_row(kind, where, Text(what, overflow="fold"))
         console.print(table)
     found = count(len(report.findings), "finding")
     said = {
-        "fine": "all that was compared agrees",
+        "fine": "all that was compared agrees"
+        if report.has_manifest
+        else "headers and index agree; without a manifest nothing else can be compared",
         "differs": found,
         "corrupt": f"{found}; take another copy or checkpoint",
     }
@@ -172,8 +188,14 @@ def _checked(report: "VerifyReport", seconds: float) -> str:
     files = count(report.files_checked, "file")
     if not report.tensors_checked:
         return f"{files} compared, no tensor hashed"
-    return (
+    text = (
         f"{files} compared, {count(report.tensors_checked, 'tensor')} hashed, "
-        f"{human(report.bytes_checked)} in {seconds:.2f} s "
-        f"({report.bytes_checked / seconds / 1e9:.2f} GB/s)"
+        f"{human(report.bytes_checked)} in {seconds:.2f} s"
     )
+    is_telling = report.bytes_checked > 10_000_000
+    return text + (f" ({report.bytes_checked / seconds / 1e9:.2f} GB/s)" if is_telling else "")
+
+
+def _shorten_digests(text: str) -> str:
+    """Return the text with the first 12 digits of each digest; `--json` has them whole."""
+    return re.sub(r"\b([0-9a-f]{12})[0-9a-f]{52}\b", r"\1…", text)

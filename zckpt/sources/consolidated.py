@@ -80,11 +80,15 @@ class Consolidated(Mapping[str, Tensor]):
             for group in (manifest.aliases if manifest else ())
             for alias in group.aliases
         }
+        if manifest is not None:
+            known = [record.name for record in manifest.tensors if record.name in self.stored]
+            self.stored = {name: self.stored[name] for name in [*known, *self.stored]}
         lost = sorted(o for o in self.aliases.values() if o not in self.stored)
         if lost:
             raise CorruptCheckpointError(f"{path}: aliases of {lost[0]}, which is not stored.")
 
     def __iter__(self) -> Iterator[str]:
+        """Yield the stored names, in the manifest's order where there is one, then the aliases."""
         yield from self.stored
         yield from self.aliases
 

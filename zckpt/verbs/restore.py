@@ -27,17 +27,17 @@ from zckpt.tensors import digest_of_tensor
 class LoadReport:
     """What a load did on this rank."""
 
-    loaded: tuple[str, ...]
+    loaded: tuple[str, ...] = field(repr=False)
     """Names of the target that now hold the checkpoint's values, aliases included."""
     missing: tuple[str, ...]
     """Names of the target that the checkpoint lacks, as `allow_missing` permitted."""
     unexpected: tuple[str, ...]
     """Names of the checkpoint that the target lacks, as `allow_unexpected` permitted."""
-    retied: dict[str, str]
+    retied: dict[str, str] = field(repr=False)
     """Names that the target ties, each with the stored tensor they share."""
-    expanded: tuple[str, ...]
+    expanded: tuple[str, ...] = field(repr=False)
     """Names that the checkpoint ties and the target does not: both sides were filled."""
-    cast: tuple[str, ...]
+    cast: tuple[str, ...] = field(repr=False)
     """Names whose stored dtype is not the target's."""
     differing_buffers: tuple[str, ...]
     """Non-persistent buffers that are not what they were when the checkpoint was saved, with how
@@ -46,7 +46,7 @@ class LoadReport:
     """Tensors of a meta target that no checkpoint fills: non-persistent buffers, permitted
     missing names. They still have to be computed."""
     digests_checked: bool
-    manifest: Manifest | None
+    manifest: Manifest | None = field(repr=False)
     seconds: float = field(compare=False)
 
 
@@ -160,8 +160,8 @@ class _Match:
     loaded: tuple[str, ...]
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
-    retied: dict[str, str]
-    expanded: tuple[str, ...]
+    retied: dict[str, str] = field(repr=False)
+    expanded: tuple[str, ...] = field(repr=False)
     cast: tuple[str, ...]
 
 

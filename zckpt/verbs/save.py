@@ -34,7 +34,7 @@ class SaveReport:
     """What a save did. The same on every rank, but for `seconds`."""
 
     path: Path
-    manifest: Manifest
+    manifest: Manifest = field(repr=False)
     seconds: dict[str, float] = field(compare=False)
     """Wall seconds that this rank spent, by phase: plan, write, evaluate, commit."""
     buckets: int

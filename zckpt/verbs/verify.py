@@ -11,18 +11,25 @@ from pathlib import Path
 from typing import Literal
 
 from zckpt.digests import blocks_of, of_file, of_header, of_tensor
-from zckpt.errors import CorruptCheckpointError, NotACheckpointError, UsageError
+from zckpt.errors import (
+    CorruptCheckpointError,
+    ManifestVersionError,
+    NotACheckpointError,
+    UsageError,
+)
 from zckpt.manifest import MANIFEST_NAME, RUN_NAME, Digest, Manifest
 from zckpt.plan import INDEX_NAME
 from zckpt.sources.consolidated import Consolidated, read_header, read_index
 from zckpt.sources.consolidated import open as open_checkpoint
+
+Kind = Literal["corrupt", "differs"]
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
     """One thing that is not as it should be."""
 
-    kind: Literal["corrupt", "differs"]
+    kind: Kind
     """corrupt: content that cannot be trusted. differs: content that is there but not agreed on."""
     where: str
     """The file or tensor."""
@@ -74,6 +81,7 @@ def verify(
 
     Raises:
         NotACheckpointError: there is nothing to verify at the path.
+        ManifestVersionError: a newer zckpt wrote it; this one cannot tell whether it is fine.
         UsageError: `eval_fn` without a recorded evaluation, or a negative `rtol`.
     """
     place = Path(path).expanduser()
@@ -81,7 +89,7 @@ def verify(
         raise UsageError(f"rtol must be a number that is not negative, got {rtol}.")
     try:
         checkpoint = open_checkpoint(place)
-    except NotACheckpointError:
+    except (NotACheckpointError, ManifestVersionError):
         raise
     except CorruptCheckpointError as error:
         return VerifyReport(path=place, findings=(Finding("corrupt", str(place), str(error)),))
@@ -94,6 +102,8 @@ def verify(
     findings = list(_compare_index(checkpoint)) if place.is_dir() else []
     if manifest is None:
         findings += _find_placeholders(checkpoint)
+        if (place / RUN_NAME).is_file():
+            findings.append(Finding("corrupt", MANIFEST_NAME, f"missing beside {RUN_NAME}"))
     else:
         findings += _compare_files(place, manifest)
         findings += _compare_tensors(checkpoint, manifest)
@@ -131,12 +141,14 @@ def _compare_files(folder: Path, manifest: Manifest) -> Iterator[Finding]:
             yield Finding("corrupt", name, "in the manifest, not in the folder")
             continue
         size_bytes = path.stat().st_size
+        # A config is read and edited by people; a file of tensors is not.
+        kind: Kind = "corrupt" if record.digest.algorithm == "blake3-header" else "differs"
         if size_bytes != record.size_bytes:
             what = f"{size_bytes} bytes, {record.size_bytes} in the manifest"
-            yield Finding("corrupt", name, what)
+            yield Finding(kind, name, what)
         elif (found := _digest_of_file(path, record.digest)) != record.digest:
             what = f"{found.algorithm} digest {found.hex}, {record.digest.hex} in the manifest"
-            yield Finding("corrupt", name, what)
+            yield Finding(kind, name, what)
     own = {MANIFEST_NAME, RUN_NAME}
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         relative = path.relative_to(folder)
