@@ -19,17 +19,26 @@ from typing import Any
 import torch
 from torch import nn
 
-from zckpt.errors import UnsupportedError
+from zckpt.errors import UnsupportedError, UsageError
 from zckpt.live import LiveModel
 from zckpt.manifest import EvalRecord, Loss
+from zckpt.names import listed
 from zckpt.ranks import Team
+from zckpt.tensors import same_bits
 from zckpt.zero import set_aside
 
 EvalFn = Callable[[nn.Module], float]
 
 
-def check_can_evaluate(live: LiveModel) -> None:
-    """Raise an `UnsupportedError` for a model whose forward cannot run as it is."""
+def check_can_evaluate(live: LiveModel, eval_fn: EvalFn) -> None:
+    """Raise unless there is a function to call and a model whose forward can run as it is.
+
+    Raises:
+        UsageError: `eval_fn` is not callable.
+        UnsupportedError: the module is partitioned and has no engine.
+    """
+    if not callable(eval_fn):
+        raise UsageError(f"eval_fn={eval_fn!r}: expected a function of the module.")
     if live.kind == "zero.Init module":
         raise UnsupportedError(
             "eval_fn needs a module that can compute, and this one is partitioned without an "
@@ -68,9 +77,23 @@ def evaluate(
 def _run(live: LiveModel, team: Team, eval_fn: EvalFn, *, hide_copies: bool) -> list[float]:
     """Return every rank's value of `eval_fn`, in rank order."""
     value = 0.0
-    with team.through_collectives("running eval_fn"), _untouched(live, hide_copies=hide_copies):
-        value = float(eval_fn(live.module))
+    before = _versions(live)
+    with team.through_collectives("running eval_fn"):
+        with _untouched(live, hide_copies=hide_copies):
+            value = float(eval_fn(live.module))
+        changed = [name for name, version in _versions(live).items() if version != before[name]]
+        if changed:
+            raise UsageError(f"eval_fn changed parameters: {listed(changed)}. They stay changed.")
     return team.gather(value)
+
+
+def _versions(live: LiveModel) -> dict[str, int]:
+    """Return how often autograd saw each unpartitioned parameter written to."""
+    return {
+        entry.name: entry.tensor._version  # noqa: SLF001 -- torch has no public name for it
+        for entry in live.entries
+        if entry.role == "parameter" and not entry.is_partitioned
+    }
 
 
 @contextlib.contextmanager
@@ -117,7 +140,8 @@ def _buffers_kept(module: nn.Module) -> Iterator[None]:
                 setattr(child, name, buffer)
         with torch.no_grad():
             for buffer, values in kept:
-                buffer.copy_(values)
+                if not same_bits(buffer, values):
+                    buffer.copy_(values)
 
 
 @contextlib.contextmanager

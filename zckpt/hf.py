@@ -26,9 +26,15 @@ class SavesPretrained(Protocol):
 
 
 def config_of(module: nn.Module) -> Any | None:
-    """Return the module's Hugging Face configuration, or None."""
-    config = getattr(module, "config", None)
-    return config if hasattr(config, "save_pretrained") else None
+    """Return a transformers model's configuration, or None for every other module.
+
+    A wrapper with a `config` of the model inside (PEFT's, a reward model) does not count: its
+    tensors have other names than the class that the configuration stands for.
+    """
+    inner = getattr(module, "_orig_mod", module)
+    if not any(cls.__name__ == "PreTrainedModel" for cls in type(inner).__mro__):
+        return None
+    return getattr(inner, "config", None)
 
 
 def ties_of(live: LiveModel) -> TieRecord | None:

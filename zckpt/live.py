@@ -6,6 +6,7 @@ the memory they cover. Nothing here gathers, writes or calls a collective.
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -169,7 +170,11 @@ def look_at(target: Any) -> LiveModel:
         _refuse_split_models(target)
         return LiveModel(_without_data_parallel(target.module), target)
     if isinstance(target, nn.Module):
-        return LiveModel(_without_data_parallel(target))
+        module = _without_data_parallel(target)
+        engine = _engine_around(module)
+        if engine is not None:
+            _refuse_split_models(engine)
+        return LiveModel(module, engine)
     raise UnsupportedError(
         f"expected a DeepSpeed engine or a torch.nn.Module, got {type(target).__name__}."
     )
@@ -178,6 +183,38 @@ def look_at(target: Any) -> LiveModel:
 def _is_engine(target: Any) -> bool:
     deepspeed = sys.modules.get("deepspeed")
     return deepspeed is not None and isinstance(target, deepspeed.DeepSpeedEngine)
+
+
+def _engine_around(module: nn.Module) -> Any:
+    """Return the living DeepSpeed engine that trains a module, or a module it is part of, if any.
+
+    Its optimizer holds masters of the parameters: weights that are filled without them would be
+    undone by the next step. Nothing on the module leads to the engine, so the garbage collector's
+    list of objects is searched (0.1 s in a large process).
+    """
+    deepspeed = sys.modules.get("deepspeed")
+    if deepspeed is None:
+        return None
+    engines = _engines_of(module, deepspeed.DeepSpeedEngine)
+    if len(engines) > 1:
+        gc.collect()  # one that is only waiting to be collected does not count
+        engines = _engines_of(module, deepspeed.DeepSpeedEngine)
+    if len(engines) > 1:
+        raise UnsupportedError(
+            f"{len(engines)} engines hold this module, each with an optimizer of its own; pass the "
+            "engine that is meant."
+        )
+    return engines[0] if engines else None
+
+
+def _engines_of(module: nn.Module, engine_class: type) -> list[Any]:
+    engines = [o for o in gc.get_objects() if issubclass(type(o), engine_class)]
+    return [
+        engine
+        for engine in engines
+        if (held := getattr(engine, "module", None)) is not None
+        and any(child is module for child in held.modules())
+    ]
 
 
 def class_name(module: nn.Module) -> str:
@@ -247,14 +284,16 @@ def _read_state(module: nn.Module) -> _State:
         else:
             found[name] = value
     reached = {id(value) for value in found.values()}
-    for name, parameter in module.named_parameters():
-        if is_partitioned(parameter) and id(parameter) not in reached:
-            left_out += [
-                LeftOut(name=n, reason="made by a state-dict hook from a partitioned parameter")
-                for n, value in found.items()
-                if id(value) not in registered and value.numel() == 0
-            ]
-            found[name] = parameter
+    made = {name: value for name, value in found.items() if id(value) not in registered}
+    placeholders = [name for name, value in made.items() if not value.numel()]
+    unreached = {n: p for n, p in module.named_parameters() if id(p) not in reached}
+    if placeholders and any(map(is_partitioned, unreached.values())):
+        # A hook copied what ZeRO-3 leaves of a released parameter: the parameter itself is stored.
+        found |= {n: p for n, p in unreached.items() if is_partitioned(p)}
+        reason = "made by a state-dict hook from a partitioned parameter"
+        left_out += [LeftOut(name=name, reason=reason) for name in placeholders]
+    elif not made:
+        left_out += [LeftOut(name=n, reason="removed by a state-dict hook") for n in unreached]
     dropped = {left.name for left in left_out}
     found = {name: value for name, value in found.items() if name not in dropped}
 
@@ -321,6 +360,8 @@ def identity(tensor: Any) -> object:
         tuple(tensor.shape),
         tuple(tensor.stride()),
         tensor.dtype,
+        tensor.is_conj(),
+        tensor.is_neg(),
     )
 
 

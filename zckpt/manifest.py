@@ -100,7 +100,8 @@ class UnstoredBuffer(Record, frozen=True):
     name: str
     shape: tuple[int, ...]
     dtype: str
-    digest: Digest
+    digest: Digest | None
+    """None where it has no values or a dtype that safetensors does not know."""
 
 
 class LeftOut(Record, frozen=True):
@@ -131,7 +132,7 @@ class Loss(Record, frozen=True):
         """Whether both spellings are numbers, and the same one."""
         try:
             return repr(self.value) == repr(float(self.decimal))
-        except ValueError:
+        except (ValueError, OverflowError):
             return False
 
 
@@ -214,18 +215,29 @@ def parse_manifest(text: bytes, where: str = MANIFEST_NAME) -> Manifest:
                 f"{SCHEMA_VERSION}. Use the zckpt that wrote it, or a newer one."
             )
         manifest = msgspec.json.decode(text, type=Manifest)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ManifestError(f"{where} is not a zckpt manifest: {error}") from None
     _check(manifest, where)
     return manifest
+
+
+_MAX_NAME_BYTES = 255
+"""The longest file name that common file systems take."""
 
 
 def _check(manifest: Manifest, where: str) -> None:
     """Raise a `ManifestError` for what types alone cannot say."""
     files = {record.name for record in manifest.files}
     for name in files:
-        if "\\" in name or not all(part.strip(".") for part in name.split("/")):
+        parts = name.split("/")
+        if "\\" in name or "\0" in name or not all(p.strip(".") for p in parts):
             raise ManifestError(f"{where} names the file {name!r}, which leaves the folder.")
+        if max(len(part.encode(errors="replace")) for part in parts) > _MAX_NAME_BYTES:
+            raise ManifestError(f"{where} has a file name of more than {_MAX_NAME_BYTES} bytes.")
+    names = [record.name for record in manifest.tensors]
+    if len(set(names)) != len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ManifestError(f"{where} has {twice} twice.")
     for record in manifest.tensors:
         if record.file not in files or "/" in record.file:
             raise ManifestError(

@@ -59,6 +59,11 @@ def choose_owner(names: Sequence[str], tied_patterns: Iterable[str]) -> AliasGro
     return AliasGroup(owner, tuple(name for name in names if name != owner))
 
 
+def as_patterns(patterns: str | Iterable[str]) -> tuple[str, ...]:
+    """Return the patterns as a tuple; one string is one pattern, not its letters."""
+    return (patterns,) if isinstance(patterns, str) else tuple(patterns)
+
+
 def matches_any(name: str, patterns: Iterable[str]) -> bool:
     """Whether a shell-style pattern (`*`, `?`, `[...]`, case-sensitive) matches all of `name`."""
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)

@@ -105,6 +105,8 @@ def make_plan(
     Raises:
         UsageError: nothing to store, or a size that makes no sense.
     """
+    if any(name == "__metadata__" for group in groups for name in group.names):
+        raise UsageError("a tensor called __metadata__ cannot be stored: safetensors reserves it.")
     if not specs:
         raise UsageError("there is nothing to save: the model has no parameters and no buffers.")
     aliases = {group.owner: group.aliases for group in groups}

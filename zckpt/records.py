@@ -12,8 +12,8 @@ import torch
 
 from zckpt import __version__
 from zckpt.digests import of_file, of_header
-from zckpt.hf import ties_of
-from zckpt.live import LiveModel
+from zckpt.hf import config_of, ties_of
+from zckpt.live import LiveModel, class_name
 from zckpt.manifest import (
     SCHEMA_VERSION,
     AliasRecord,
@@ -31,7 +31,7 @@ from zckpt.names import listed
 from zckpt.plan import SavePlan
 from zckpt.sources.engine import LiveSource, Weights
 from zckpt.spec import DType
-from zckpt.tensors import digest_of_tensor, dtype_of
+from zckpt.tensors import can_be_stored, digest_of_tensor
 
 
 def describe(
@@ -45,6 +45,7 @@ def describe(
     dtype: DType | None,
     stale_copies: tuple[str, ...],
     differing: Iterable[str],
+    overflown: Sequence[str],
     evaluation: EvalRecord | None,
 ) -> Manifest:
     """Return the manifest of a folder that holds everything but the manifest. Local.
@@ -59,6 +60,7 @@ def describe(
         dtype: what floating parameters were cast to.
         stale_copies: names of gathered copies that disagreed with their partitions.
         differing: names of replicated tensors that were not the same on every rank.
+        overflown: names of tensors with values that no longer fit after the cast.
         evaluation: what `eval_fn` said.
     """
     ties = ties_of(live)
@@ -74,7 +76,7 @@ def describe(
         stale_copies=stale_copies,
         ties=ties,
         evaluation=evaluation,
-        warnings=_warnings(live, stale_copies, sorted(differing), ties),
+        warnings=_warnings(live, plan, stale_copies, sorted(differing), overflown, ties),
     )
 
 
@@ -143,8 +145,8 @@ def _unstored_buffers(live: LiveModel) -> tuple[UnstoredBuffer, ...]:
         UnstoredBuffer(
             name=name,
             shape=tuple(buffer.shape),
-            dtype=dtype_of(buffer, name).name,
-            digest=digest_of_tensor(buffer),
+            dtype=str(buffer.dtype).removeprefix("torch."),
+            digest=digest_of_tensor(buffer) if can_be_stored(buffer) else None,
         )
         for name, buffer in live.unstored_buffers.items()
     )
@@ -163,8 +165,10 @@ def _file_records(folder: Path, plan: SavePlan) -> tuple[FileRecord, ...]:
 
 def _warnings(
     live: LiveModel,
+    plan: SavePlan,
     stale_copies: Sequence[str],
     differing: Sequence[str],
+    overflown: Sequence[str],
     ties: TieRecord | None,
 ) -> tuple[str, ...]:
     found = [f"left out: {left.name} ({left.reason})" for left in live.left_out]
@@ -173,6 +177,23 @@ def _warnings(
     if differing:
         found.append(
             f"not the same on every rank, so rank 0's values were saved: {listed(differing)}."
+        )
+    if overflown:
+        found.append(f"values became infinite in fp16: {listed(overflown)}.")
+    dtypes = {
+        tensor.spec.dtype.name
+        for tensor in plan.tensors.values()
+        if tensor.spec.role == "parameter" and tensor.spec.dtype.is_floating
+    }
+    if len(dtypes) > 1 and config_of(live.module) is not None:
+        found.append(
+            f"parameters are stored in {' and '.join(sorted(dtypes))}; from_pretrained makes all "
+            "of them one dtype unless it is told otherwise."
+        )
+    if config_of(live.module) is None and hasattr(live.module, "config"):
+        found.append(
+            f"no config.json was written: {class_name(live.module)} is no transformers model by "
+            "itself, so from_pretrained would not find its names."
         )
     if ties is not None and ties.declared and not ties.actual:
         found.append(

@@ -28,6 +28,12 @@ def dtype_of(tensor: Tensor, name: str) -> DType:
     return DTYPES[word]
 
 
+def can_be_stored(tensor: Tensor) -> bool:
+    """Whether a tensor has values that a safetensors file can hold."""
+    is_plain = tensor.layout == torch.strided and not tensor.is_quantized and not tensor.is_meta
+    return is_plain and str(tensor.dtype).removeprefix("torch.") in DTYPES
+
+
 def torch_dtype(dtype: DType) -> torch.dtype:
     """Return torch's object for a storable dtype."""
     found = getattr(torch, dtype.name)
@@ -74,4 +80,4 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _as_bits(tensor: Tensor) -> Tensor:
-    return tensor.detach().reshape(-1).view(_BITS[tensor.element_size()])
+    return tensor.detach().reshape(-1).view(_BITS.get(tensor.element_size(), torch.uint8))

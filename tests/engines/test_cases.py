@@ -348,3 +348,129 @@ def test_one_rank_hpz_and_nothing_persistent(world_size, zero, tmp_path):
     found, masters = dict(zckpt.open(out)), dict(zckpt.open(out + "-master"))
     for name, value in masters.items():
         assert torch.equal(value.to(found[name].dtype), found[name]), name
+
+
+# ------------------------------------------------------------------ ranks with different models
+
+
+def save_different(out, difference):
+    """Save where rank 1's module has something else, then where all have the same."""
+    model = models.build("odd")
+    rank = torch.distributed.get_rank()
+    if difference == "name" and rank == 0:
+        model.register_buffer("seen", torch.arange(4))
+    if difference == "name on rank 1" and rank == 1:
+        model.register_buffer("seen", torch.arange(4))
+    if difference == "size":
+        model.register_buffer("seen", torch.arange(4 + rank))
+    if difference == "dtype":
+        model.register_buffer("seen", torch.arange(4.0, dtype=[torch.float32, torch.int64][rank]))
+    engine = models.make_engine(model, models.ds_config())
+    with pytest.raises(zckpt.errors.UnsupportedError) as caught:
+        zckpt.save_consolidated(engine, out)
+    models.train(engine, range(1))  # the ranks still work together
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("difference", ["name", "name on rank 1", "size", "dtype"])
+def test_ranks_that_hold_different_tensors_are_refused_everywhere(difference, tmp_path):
+    for text in run_ranks(save_different, 2, str(tmp_path / "out"), difference):
+        assert "seen" in text
+    assert list(tmp_path.iterdir()) == []
+
+
+# ------------------------------------------------------------------ B06, through the module
+
+
+def load_into_the_module(path, config):
+    """Give zckpt the module that an engine holds, as users of wrappers do."""
+    engine = models.make_engine(models.build("odd"), config)
+    models.train(engine, range(2))
+    zckpt.load_consolidated(engine.module, path)
+    loaded = models.truth(engine.module)
+    models.train(engine, range(2, 4))  # at learning rate 0
+    report = zckpt.save_consolidated(engine.module, path + "-master", weights="master")
+    dtypes = {r.dtype for r in report.manifest.tensors if r.value_from == "master"}
+    return loaded, models.truth(engine.module), report.manifest.provenance.source, dtypes
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_the_module_of_an_engine_is_filled_with_its_masters(stage, tmp_path):
+    source = models.build("odd", seed=5)
+    out = str(tmp_path / "out")
+    zckpt.save_consolidated(source, out)
+    parameters = dict(source.named_parameters(remove_duplicate=False))
+    expected = {
+        n: v.to(torch.bfloat16) if n in parameters else v for n, v in source.state_dict().items()
+    }
+    config = models.ds_config(stage=stage, lr=0.0)
+    for loaded, stepped, kind, dtypes in run_ranks(load_into_the_module, 2, out, config):
+        assert equal(loaded, expected)
+        assert equal(stepped, expected)
+        assert (kind, dtypes) == ("engine", {"float32"})
+
+
+# ------------------------------------------------------------------ a failure between collectives
+
+
+def fail_while_comparing(out):
+    from zckpt.sources import engine as source
+
+    engine = models.make_engine(models.build("odd"), models.ds_config())
+    models.train(engine, range(2))
+    if engine.global_rank == 1:
+
+        def out_of_memory(*_):
+            raise MemoryError("no room to compare")
+
+        source.same_bits = out_of_memory
+    with pytest.raises((MemoryError, zckpt.errors.RankError)) as caught:
+        zckpt.save_consolidated(engine, out)
+    models.train(engine, range(2, 3))
+    return type(caught.value).__name__, str(caught.value)
+
+
+def test_a_failure_inside_a_window_reaches_every_rank_and_training_goes_on(tmp_path):
+    first, second = run_ranks(fail_while_comparing, 2, str(tmp_path / "out"), timeout_s=60)
+    assert second == ("MemoryError", "no room to compare")
+    assert first[0] == "RankError"
+    assert "rank 1 failed" in first[1]
+    assert list(tmp_path.iterdir()) == []
+
+
+# ------------------------------------------------------------------ wrappers around transformers
+
+
+def save_peft(out):
+    import peft
+
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(models.build("llama"), config, autocast_adapter_dtype=False)
+    engine = models.make_engine(model, models.ds_config())
+    models.train(engine, range(2))
+    report = zckpt.save_consolidated(engine, out)
+    return models.truth(engine.module), report.warnings
+
+
+def test_a_wrapper_gets_no_config_that_would_load_noise(tmp_path):
+    out = tmp_path / "out"
+    truth, warnings = run_ranks(save_peft, 2, str(out))[0]
+    assert equal(truth, dict(zckpt.open(out)))
+    assert not (out / "config.json").exists()
+    assert any("no config.json was written: PeftModel" in text for text in warnings)
+
+
+def hooked(out):
+    """A hook that takes a parameter away, under ZeRO-3."""
+    model = models.build("odd")
+    model._register_state_dict_hook(lambda module, state, *_: state.__delitem__("twin.bias"))
+    engine = models.make_engine(model, models.ds_config())
+    report = zckpt.save_consolidated(engine, out)
+    return [left.name for left in report.manifest.left_out], report.warnings
+
+
+def test_a_parameter_that_a_hook_removes_is_left_out_and_named(tmp_path):
+    left, warnings = run_ranks(hooked, 2, str(tmp_path / "out"))[0]
+    assert left == ["twin.bias"]
+    assert any("twin.bias" in text for text in warnings)
+    assert "twin.bias" not in zckpt.open(tmp_path / "out")

@@ -140,6 +140,10 @@ def _loss(loss: "Loss") -> str:
 # ------------------------------------------------------------------ tree
 
 
+_MOST_DEPTH = 64
+"""Levels of the tree; what lies deeper is shown as one name."""
+
+
 @dataclass(slots=True)
 class _Node:
     """A part of a dotted name, and the tensor that ends there."""
@@ -195,7 +199,7 @@ _ODD = {"frozen", "unowned"}
 
 def _at(root: _Node, name: str) -> _Node:
     node = root
-    for part in name.split("."):
+    for part in name.split(".", _MOST_DEPTH):
         node = node.children.setdefault(part, _Node())
     return node
 

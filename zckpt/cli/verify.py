@@ -103,7 +103,7 @@ class _Evaluation:
             with spinner(quiet=self._quiet) as tell, contextlib.redirect_stdout(sys.stderr):
                 tell(f"evaluating with {self._name}")
                 loss = float(self._function(folder))
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             traceback.print_exception(error)
             raise UsageError(
                 f"--eval {self._name} raised {type(error).__name__}: {error}"

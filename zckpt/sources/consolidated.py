@@ -188,24 +188,35 @@ def open(path: str | os.PathLike[str]) -> Consolidated:  # noqa: A001 -- zckpt.o
         NotACheckpointError: there is no such thing at the path.
         CorruptCheckpointError: headers, index, manifest and file sizes contradict each other.
     """
-    place = Path(path).expanduser()
+    place = find(path)
     if place.is_file():
         return Consolidated(place, [read_header(place)], None)
-    if not place.is_dir():
-        raise NotACheckpointError(f"{place}: no such file or folder.{_moved_away(place)}")
     manifest_path = place / MANIFEST_NAME
     manifest = None
-    if manifest_path.is_file():
+    if manifest_path.exists():
+        if not manifest_path.is_file():
+            raise CorruptCheckpointError(f"{manifest_path} is not a file.")
         manifest = parse_manifest(manifest_path.read_bytes(), str(manifest_path))
     files = [read_header(place / name) for name in file_names(place, manifest)]
     checkpoint = Consolidated(place, files, manifest)
-    if manifest is None and (place / INDEX_NAME).is_file():
+    if manifest is None and len(files) > 1:
         for name, file in read_index(place / INDEX_NAME).items():
             if name not in checkpoint.stored or checkpoint.stored[name].path.name != file:
                 raise CorruptCheckpointError(
                     f"{place}: the index says {name} is in {file}; it is not."
                 )
     return checkpoint
+
+
+def find(path: str | os.PathLike[str]) -> Path:
+    """Return the file or folder at a path, `~` expanded, or raise a `NotACheckpointError`."""
+    try:
+        place = Path(path).expanduser()
+        if place.is_file() or place.is_dir():
+            return place
+    except (OSError, RuntimeError, ValueError) as error:  # too long, no such user, a null byte
+        raise NotACheckpointError(f"{path!r} is no path: {error}") from None
+    raise NotACheckpointError(f"{place}: no such file or folder.{_moved_away(place)}")
 
 
 def file_names(folder: Path, manifest: Manifest | None) -> list[str]:
@@ -217,14 +228,14 @@ def file_names(folder: Path, manifest: Manifest | None) -> list[str]:
     """
     if manifest is not None:
         names = sorted({record.file for record in manifest.tensors})
+    elif (folder / FILE_PATTERN.format(suffix="")).is_file():  # before the index, as transformers
+        names = [FILE_PATTERN.format(suffix="")]
     elif (folder / INDEX_NAME).is_file():
         names = sorted(set(read_index(folder / INDEX_NAME).values()))
-    elif (folder / FILE_PATTERN.format(suffix="")).is_file():
-        names = [FILE_PATTERN.format(suffix="")]
     else:
         raise NotACheckpointError(f"{folder} holds no {_expected()}.{_guess(folder)}")
     for name in names:
-        if Path(name).name != name or name in {".", ".."}:
+        if Path(name).name != name or name in {".", ".."} or len(name) > 255:
             raise CorruptCheckpointError(f"{folder}: the file name {name!r} leaves the folder.")
         if not (folder / name).is_file():
             raise CorruptCheckpointError(
@@ -237,12 +248,12 @@ def file_names(folder: Path, manifest: Manifest | None) -> list[str]:
 def read_index(path: Path) -> dict[str, str]:
     """Return the map from names to files of a Hugging Face index."""
     try:
-        weight_map = json.loads(path.read_bytes())["weight_map"]
+        weight_map = json.loads(path.read_text("utf-8"))["weight_map"]
         if not isinstance(weight_map, dict) or not all(
             isinstance(value, str) for value in weight_map.values()
         ):
             raise TypeError("weight_map is not a map from names to files")
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CorruptCheckpointError(f"{path} is not a safetensors index: {error!r}") from None
     return weight_map
 
@@ -270,10 +281,10 @@ def read_header(path: Path) -> StoredFile:
         _read_exactly(descriptor, memoryview(text), 8, str(path))
     base = 8 + length
     try:
-        entries = json.loads(bytes(text))
+        entries = json.loads(text.decode("utf-8"))
         aliases = _aliases(entries.pop("__metadata__", {}), entries)
         tensors = {name: _stored(path, base, name, entry) for name, entry in entries.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptCheckpointError(f"{path} has an unreadable header: {error!r}") from None
     _check_coverage(path, base, size_bytes, tensors)
     return StoredFile(
@@ -301,7 +312,8 @@ def _stored(path: Path, base: int, name: str, entry: Mapping[str, Any]) -> Store
         raise CorruptCheckpointError(f"{path}: {name} has the unknown dtype {entry['dtype']!r}.")
     shape = tuple(entry["shape"])
     start, end = entry["data_offsets"]
-    if not all(isinstance(n, int) and 0 <= n < 1 << 63 for n in (*shape, start, end)):
+    name.encode("utf-8")  # raises a ValueError for half a surrogate pair
+    if not all(type(n) is int and 0 <= n < 1 << 63 for n in (*shape, start, end)):
         raise ValueError(f"{name} has a shape or offset that is no 63-bit number")
     if end - start != math.prod(shape) * dtype.size_bytes:
         raise CorruptCheckpointError(

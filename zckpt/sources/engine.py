@@ -18,7 +18,7 @@ from zckpt.errors import UnsupportedError
 from zckpt.live import Entry, LiveModel
 from zckpt.names import listed
 from zckpt.plan import fill_buckets
-from zckpt.ranks import Team, digest_of, peers_alive
+from zckpt.ranks import Team, peers_alive
 from zckpt.spec import DTYPES, DType, TensorSpec
 from zckpt.tensors import CHUNK_BYTES, digest_of_tensor, same_bits, torch_dtype
 from zckpt.zero import Master, gathered_copy, set_aside
@@ -33,8 +33,8 @@ so this bounds what a window takes beyond its tensors; twice as fast here as who
 class LiveSource:
     """The tensors of a live model, as they are to be saved.
 
-    **Collective:** `compare_ranks`, `window` and `stale_copies` have to be called on every rank of
-    the team, in the same order. The constructor and `read` are local.
+    **Collective:** `compare_ranks`, `window`, `stale_copies` and `overflown` have to be called on
+    every rank of the team, in the same order. The constructor, `value` and `read` are local.
     """
 
     def __init__(
@@ -61,6 +61,7 @@ class LiveSource:
         self._specs = {spec.name: spec for spec in self.specs}
         self._values: dict[str, Tensor] = {}
         self._stale: set[str] = set()
+        self._overflown: set[str] = set()
 
     def window_bytes(self, name: str) -> int:
         """Bytes that a window over this tensor takes beyond the engine, on each rank."""
@@ -107,12 +108,24 @@ class LiveSource:
         Local. The tensor may share memory with the model: read it at once, never write to it.
         """
         part = self._values[name][start:end]
-        return part.to(device="cpu", dtype=torch_dtype(self._specs[name].dtype)).contiguous()
+        stored = part.to(device="cpu", dtype=torch_dtype(self._specs[name].dtype)).contiguous()
+        is_narrowed = stored.dtype == torch.float16 != part.dtype
+        if is_narrowed and torch.isinf(stored).sum() > torch.isinf(part).sum():
+            self._overflown.add(name)
+        return stored
 
     @property
     def stale_copies(self) -> tuple[str, ...]:
         """Names of gathered copies that disagreed with their partitions on any rank, so far."""
-        everywhere = set().union(*self._team.gather(self._stale))
+        return self._on_any_rank(self._stale)
+
+    @property
+    def overflown(self) -> tuple[str, ...]:
+        """Names of tensors with values that became infinite when they were cast to fp16."""
+        return self._on_any_rank(self._overflown)
+
+    def _on_any_rank(self, names: set[str]) -> tuple[str, ...]:
+        everywhere = set().union(*self._team.gather(names))
         return tuple(spec.name for spec in self.specs if spec.name in everywhere)
 
     def compare_ranks(self) -> frozenset[str]:
@@ -120,21 +133,42 @@ class LiveSource:
 
         **Collective.** Only rank 0 may write these (its values are what a stock save has). Buffers
         and unpartitioned parameters are compared by digest, not assumed to be equal.
+
+        Raises:
+            UnsupportedError: on every rank, when the ranks do not have the same tensors: all of
+                them plan the files by themselves, so a difference would put bytes in wrong places.
         """
         if self._team.size == 1:
             return frozenset()
+        self._refuse_different_models()
         digests = {
             entry.name: digest_of_tensor(entry.tensor).hex
             for entry in self._entries.values()
             if not entry.is_partitioned
         }
-        if not self._team.any(self._team.broadcast(digest_of(digests)) != digest_of(digests)):
+        if self._team.agrees_on(digests):
             return frozenset()
         everyone = self._team.gather(digests)
         return frozenset(
             name
             for name in digests
             if any(other.get(name) != everyone[0][name] for other in everyone)
+        )
+
+    def _refuse_different_models(self) -> None:
+        described = {
+            entry.name: (spec, entry.group, entry.is_partitioned, self._master(entry) is not None)
+            for entry, spec in zip(self._entries.values(), self.specs, strict=True)
+        }
+        if self._team.agrees_on(described):
+            return
+        everyone = self._team.gather(described)
+        names = dict.fromkeys(name for rank in everyone for name in rank)
+        different = [n for n in names if any(r.get(n) != everyone[0].get(n) for r in everyone)]
+        raise UnsupportedError(
+            "the ranks do not hold the same tensors: "
+            f"{listed(different or ['the same names in another order'])} (a name, shape, dtype or "
+            "tie that only some ranks have). Build the same module on every rank."
         )
 
     def _spec(self, entry: Entry) -> TensorSpec:
@@ -173,9 +207,10 @@ class LiveSource:
                 for names in fill_buckets(sizes, _GATHER_BYTES):
                     group = [self._entries[name].tensor for name in names]
                     gathered.enter_context(GatheredParameters(group))
-            for entry, copy in zip(entries, copies, strict=True):
-                if copy is not None and not same_bits(copy, entry.tensor):
-                    self._stale.add(entry.name)
+            with self._team.together("comparing gathered copies"):
+                for entry, copy in zip(entries, copies, strict=True):
+                    if copy is not None and not same_bits(copy, entry.tensor):
+                        self._stale.add(entry.name)
             yield
 
     def _gather_master(self, entry: Entry) -> Tensor:

@@ -68,7 +68,7 @@ def materialize(module: nn.Module, filled: Collection[int]) -> list[str]:
                 if tensor is None or not tensor.is_meta:
                     continue
                 if id(tensor) not in filled:
-                    left.append(f"{path}.{name}".lstrip("."))
+                    left.append(without_wrappers(f"{path}.{name}".lstrip(".")))
                     continue
                 if id(tensor) not in made:
                     made[id(tensor)] = _on_cpu(tensor)

@@ -14,7 +14,7 @@ from zckpt.digests import Block, blocks_of, of_tensor
 from zckpt.errors import SpecMismatchError
 from zckpt.live import Entry, LiveModel, look_at
 from zckpt.manifest import Manifest
-from zckpt.names import listed, matches_any, reconcile_prefix
+from zckpt.names import as_patterns, listed, matches_any, reconcile_prefix
 from zckpt.plan import deal
 from zckpt.ranks import Team, alone, assemble
 from zckpt.sources.consolidated import Consolidated
@@ -55,8 +55,8 @@ def load_consolidated(
     path: str | os.PathLike[str],
     *,
     check: bool = True,
-    allow_missing: Iterable[str] = (),
-    allow_unexpected: Iterable[str] = (),
+    allow_missing: str | Iterable[str] = (),
+    allow_unexpected: str | Iterable[str] = (),
     allow_cast: bool = False,
     timeout_s: float = 60.0,
 ) -> LoadReport:
@@ -77,8 +77,9 @@ def load_consolidated(
         path: a folder that zckpt wrote, any Hugging Face safetensors folder, or one such file.
         check: compare every tensor with its digest in the manifest, where there is one; the ranks
             share the work. Reads the files once more.
-        allow_missing: patterns (`*` matches anything) of target names that may be missing.
-        allow_unexpected: patterns of checkpoint names that the target need not have.
+        allow_missing: a pattern (`*` matches anything), or several, of target names that may be
+            missing.
+        allow_unexpected: the same of checkpoint names that the target need not have.
         allow_cast: accept floating tensors of another floating dtype, rounding once. Parameters
             with an fp32 master need no permission: the master takes the stored value.
         timeout_s: how long to wait for ranks that have not made the call, in seconds.
@@ -97,7 +98,9 @@ def load_consolidated(
     with team.together("comparing names, shapes and dtypes"):
         checkpoint = open_checkpoint(path)
         target_model.check_fillable(live)
-        match = _match(checkpoint, live, tuple(allow_missing), tuple(allow_unexpected), allow_cast)
+        match = _match(
+            checkpoint, live, as_patterns(allow_missing), as_patterns(allow_unexpected), allow_cast
+        )
     if check:
         _check_digests(checkpoint, sorted(set(match.stored.values())), team)
     left_on_meta: list[str] = []
@@ -118,7 +121,7 @@ def load_consolidated(
         retied=match.retied,
         expanded=match.expanded,
         cast=match.cast,
-        differing_buffers=tuple(_differing_buffers(live, checkpoint.manifest, left_on_meta)),
+        differing_buffers=tuple(_differing_buffers(live, checkpoint.manifest)),
         left_on_meta=tuple(left_on_meta),
         digests_checked=check and checkpoint.manifest is not None,
         manifest=checkpoint.manifest,
@@ -149,6 +152,11 @@ def _check_digests(checkpoint: Consolidated, names: Sequence[str], team: Team) -
 
 
 # ------------------------------------------------------------------ matching
+
+_RENAMED = (
+    " Some transformers models are stored under other names than state_dict() has: load a folder "
+    "that save_pretrained wrote with the class's from_pretrained."
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,6 +219,7 @@ def _match(
             f"{checkpoint.path} does not fit the target ({len(problems)} differences): "
             f"{'; '.join(problems[:20])}{'; ...' if len(problems) > 20 else ''}. Names can be "
             "permitted with allow_missing= and allow_unexpected=, dtypes with allow_cast=True."
+            f"{'' if checkpoint.manifest else _RENAMED}"
         )
     used = list(stored.values())
     return _Match(
@@ -250,13 +259,11 @@ def _all_equal(checkpoint: Consolidated, names: Sequence[str]) -> bool:
     return len({checkpoint.digest(name).hex for name in names}) == 1
 
 
-def _differing_buffers(
-    live: LiveModel, manifest: Manifest | None, left_on_meta: Sequence[str]
-) -> Iterable[str]:
+def _differing_buffers(live: LiveModel, manifest: Manifest | None) -> Iterable[str]:
     """Yield how each non-persistent buffer differs from what it was at the save."""
     for record in manifest.unstored_buffers if manifest else ():
         buffer = live.unstored_buffers.get(record.name)
-        if buffer is None or record.name in left_on_meta:
+        if buffer is None or buffer.is_meta or record.digest is None:
             continue
         dtype = str(buffer.dtype).removeprefix("torch.")
         if dtype != record.dtype:

@@ -83,7 +83,7 @@ def save_consolidated(
     bucket_bytes: int = 512 << 20,
     overwrite: bool = False,
     save_total_limit: int | None = None,
-    pinned: Iterable[str | os.PathLike[str]] = (),
+    pinned: str | os.PathLike[str] | Iterable[str | os.PathLike[str]] = (),
     timeout_s: float = 60.0,
 ) -> SaveReport:
     """Save a live model as safetensors that anyone can load, with a manifest that proves it.
@@ -115,7 +115,7 @@ def save_consolidated(
             until the new one is complete.
         save_total_limit: with `out_dir` named `checkpoint-<step>`: how many of these to keep beside
             each other, counting this one. The lowest steps go first, after the commit.
-        pinned: checkpoints that `save_total_limit` never deletes.
+        pinned: a checkpoint, or several, that `save_total_limit` never deletes.
         timeout_s: how long to wait for ranks that have not made the call, in seconds.
 
     Returns:
@@ -129,7 +129,8 @@ def save_consolidated(
         AbsentRanksError: some ranks never made the call.
         RankError: another rank failed or died.
 
-    After any error whatever `out_dir` held is as it was.
+    After any error whatever `out_dir` held is as it was; only an error while older checkpoints are
+    deleted comes after the commit, and says so.
     """
     options = _Options(
         target=Path(out_dir).expanduser().resolve(),
@@ -146,17 +147,18 @@ def save_consolidated(
     team = assemble("save_consolidated", repr(options), timeout_s)
     with clock("plan"), team.together("looking at the model"):
         options.check()
+        kept = _paths(pinned)
         live = look_at(engine)
         if eval_fn is not None:
-            check_can_evaluate(live)
+            check_can_evaluate(live, eval_fn)
         source = LiveSource(live, team, weights=weights, cast=options.cast)
     with commit.staged(team, options.target, overwrite=overwrite) as staging:
         with clock("plan"):
             differing = source.compare_ranks()
-            plan = _plan(team, live, source, differing, staging, options)
+            plan = _plan(team, live, source, differing, staging, options, tokenizer)
         with clock("write"):
             digests = _write(team, source, plan, staging.folder)
-            stale_copies = source.stale_copies
+            stale_copies, overflown = source.stale_copies, source.overflown
         if stale_copies and stale == "error":
             raise StaleCopiesError(f"{records.stale_warning(stale_copies)} Nothing was saved.")
         with clock("evaluate"):
@@ -175,7 +177,6 @@ def save_consolidated(
             manifest = None
             with team.together("committing"):
                 if team.rank == 0:
-                    hf.write_assets(live, staging.folder, plan.main_dtype, tokenizer)
                     manifest = records.describe(
                         live,
                         source,
@@ -186,6 +187,7 @@ def save_consolidated(
                         dtype=options.cast,
                         stale_copies=stale_copies,
                         differing=differing,
+                        overflown=overflown,
                         evaluation=evaluation,
                     )
                     run = records.describe_run(clock.seconds)
@@ -194,9 +196,9 @@ def save_consolidated(
     assert manifest is not None
     removed: tuple[Path, ...] = ()
     if save_total_limit is not None:
-        with team.together("deleting old checkpoints"):
+        with team.together("deleting old checkpoints, after the commit"):
             if team.rank == 0:
-                removed = commit.rotate(options.target, save_total_limit, map(Path, pinned))
+                removed = commit.rotate(options.target, save_total_limit, kept)
         removed = team.broadcast(removed)
     report = SaveReport(
         path=options.target,
@@ -245,6 +247,14 @@ class _Options:
                 raise UsageError(
                     f"{name}={value!r}: expected one of {', '.join(map(repr, allowed))}."
                 )
+        for name, number in (
+            ("bucket_bytes", self.bucket_bytes),
+            ("save_total_limit", self.save_total_limit),
+        ):
+            if number is not None and not isinstance(number, int):
+                raise UsageError(f"{name}={number!r}: expected a whole number.")
+        if not isinstance(self.overwrite, bool):
+            raise UsageError(f"overwrite={self.overwrite!r}: expected True or False.")
         if self.save_total_limit is None:
             return
         if self.save_total_limit < 1:
@@ -263,8 +273,9 @@ def _plan(
     differing: frozenset[str],
     staging: commit.Staging,
     options: _Options,
+    tokenizer: hf.SavesPretrained | None,
 ) -> SavePlan:
-    """Decide where everything goes and create the files, still without tensors."""
+    """Decide where everything goes and create all files, those of tensors still without values."""
     with team.together("laying out the files"):
         plan = make_plan(
             source.specs,
@@ -278,6 +289,7 @@ def _plan(
             rank_0_only=differing,
         )
         if team.rank == 0:
+            hf.write_assets(live, staging.folder, plan.main_dtype, tokenizer)
             commit.check_space(options.target, plan.size_bytes)
             stream.lay_out(staging.folder, plan.files)
             if plan.index is not None:
@@ -300,6 +312,11 @@ def _write(team: Team, source: LiveSource, plan: SavePlan, folder: Path) -> dict
         name: of_tensor([everyone[block] for block in blocks_of(tensor.spec)])
         for name, tensor in plan.tensors.items()
     }
+
+
+def _paths(given: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> list[Path]:
+    several = [given] if isinstance(given, (str, os.PathLike)) else given
+    return [Path(path).expanduser() for path in several]
 
 
 class _Clock:

@@ -19,7 +19,7 @@ from zckpt.errors import (
 )
 from zckpt.manifest import MANIFEST_NAME, RUN_NAME, Digest, Manifest
 from zckpt.plan import INDEX_NAME
-from zckpt.sources.consolidated import Consolidated, read_header, read_index
+from zckpt.sources.consolidated import Consolidated, find, read_header, read_index
 from zckpt.sources.consolidated import open as open_checkpoint
 
 Kind = Literal["corrupt", "differs"]
@@ -84,7 +84,7 @@ def verify(
         ManifestVersionError: a newer zckpt wrote it; this one cannot tell whether it is fine.
         UsageError: `eval_fn` without a recorded evaluation, or a negative `rtol`.
     """
-    place = Path(path).expanduser()
+    place = find(path)
     if not rtol >= 0:
         raise UsageError(f"rtol must be a number that is not negative, got {rtol}.")
     try:

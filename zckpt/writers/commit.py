@@ -42,6 +42,10 @@ def check_target(target: Path, *, overwrite: bool) -> None:
         return
     if not target.is_dir():
         raise TargetExistsError(f"{target} is a file; name a folder that is not there yet.")
+    if target == Path.cwd() or target in Path.cwd().parents:
+        raise UsageError(
+            f"{target} is the working directory or above it; name a folder of its own."
+        )
     if os.path.ismount(target):
         raise UsageError(f"{target} is a mount point; name a folder inside it.")
     if not any(target.iterdir()):
@@ -193,12 +197,14 @@ def recover(target: Path) -> None:
     """Undo what a save that died inside `publish` left beside the target.
 
     A checkpoint that was moved away without a successor comes back (also where an empty folder has
-    taken its place since); one that has a successor goes.
+    taken its place since); one that has a successor goes. Where something else has taken its place
+    it stays where it is.
     """
-    for old in _besides(target, "old"):
-        if target.exists() and any(target.iterdir()):
+    waiting = sorted(_besides(target, "old"), key=lambda old: old.stat().st_mtime, reverse=True)
+    for old in waiting:
+        if (target / MANIFEST_NAME).is_file():
             shutil.rmtree(old)
-        else:
+        elif not target.exists() or not any(target.iterdir()):
             old.rename(target)
 
 
