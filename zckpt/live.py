@@ -317,6 +317,8 @@ def _read_state(module: nn.Module) -> _State:
 
 def _refuse_unreadable(found: Mapping[str, Tensor]) -> None:
     for name, tensor in found.items():
+        if nn.parameter.is_lazy(tensor):
+            raise UnsupportedError(f"{name} is lazy and has no shape yet; run the model once.")
         if tensor.layout != torch.strided or tensor.is_quantized:
             raise UnsupportedError(f"{name} is sparse or quantized, which safetensors cannot hold.")
 

@@ -1,5 +1,6 @@
 """Faults that were found by attacking the package; each stands for its kind."""
 
+import errno
 import json
 import os
 
@@ -236,6 +237,30 @@ def test_arguments_of_the_wrong_kind_are_usage_errors(options, tmp_path):
     with pytest.raises(errors.UsageError, match=next(iter(options))):
         zckpt.save_consolidated(Small(), tmp_path / "checkpoint-1", **options)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("path", [None, 3, "a\0b", "~nosuchuser/x", "x" * 300])
+def test_a_path_that_is_none_is_a_usage_error(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(errors.UsageError, match="out_dir"):
+        zckpt.save_consolidated(Small(), path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_module_without_shapes_is_refused(out):
+    with pytest.raises(errors.UnsupportedError, match="weight is lazy"):
+        zckpt.save_consolidated(nn.LazyLinear(3), out)
+
+
+def test_a_disk_that_fills_up_is_no_space(out, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(errors.NoSpaceError, match="No space left on device") as caught:
+        zckpt.save_consolidated(Small(), out)
+    assert caught.value.errno == errno.ENOSPC
+    assert list(out.parent.iterdir()) == []
 
 
 def test_a_tokenizer_that_writes_over_the_weights_is_an_error(out):

@@ -133,7 +133,7 @@ def save_consolidated(
     deleted comes after the commit, and says so.
     """
     options = _Options(
-        target=Path(out_dir).expanduser().resolve(),
+        target=_target(out_dir),
         weights=weights,
         dtype=dtype,
         stale=stale,
@@ -289,8 +289,8 @@ def _plan(
             rank_0_only=differing,
         )
         if team.rank == 0:
-            hf.write_assets(live, staging.folder, plan.main_dtype, tokenizer)
             commit.check_space(options.target, plan.size_bytes)
+            hf.write_assets(live, staging.folder, plan.main_dtype, tokenizer)
             stream.lay_out(staging.folder, plan.files)
             if plan.index is not None:
                 (staging.folder / INDEX_NAME).write_bytes(plan.index)
@@ -312,6 +312,15 @@ def _write(team: Team, source: LiveSource, plan: SavePlan, folder: Path) -> dict
         name: of_tensor([everyone[block] for block in blocks_of(tensor.spec)])
         for name, tensor in plan.tensors.items()
     }
+
+
+def _target(out_dir: str | os.PathLike[str]) -> Path:
+    try:
+        target = Path(out_dir).expanduser().resolve()
+        target.exists()
+    except (TypeError, ValueError, OSError, RuntimeError) as error:
+        raise UsageError(f"out_dir={out_dir!r} is no path for a folder: {error}") from None
+    return target
 
 
 def _paths(given: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> list[Path]:

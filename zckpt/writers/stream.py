@@ -15,7 +15,7 @@ from torch import Tensor
 
 from zckpt import digests
 from zckpt.digests import Block
-from zckpt.errors import UnsupportedError
+from zckpt.errors import NoSpaceError, UnsupportedError
 from zckpt.plan import PlannedFile, PlannedTensor
 from zckpt.tensors import as_bytes, chunks
 
@@ -34,7 +34,8 @@ def lay_out(folder: Path, files: tuple[PlannedFile, ...]) -> None:
     The space is reserved where the file system can, so that a full disk is found here.
 
     Raises:
-        OSError: the disk is full, or the files are there already.
+        NoSpaceError: the disk is full.
+        OSError: the files are there already, or cannot be made.
     """
     for file in files:
         with (folder / file.name).open("xb") as handle:
@@ -58,7 +59,7 @@ def _reserve(descriptor: int, size_bytes: int) -> None:
             return
         code = ctypes.get_errno()
         if code not in _CANNOT_RESERVE:
-            raise OSError(code, os.strerror(code))
+            raise _explained(OSError(code, os.strerror(code)))
     os.ftruncate(descriptor, size_bytes)
 
 
@@ -109,9 +110,24 @@ def open_writer(folder: Path) -> Iterator[Writer]:
         yield Writer(folder, stack)
 
 
+_IS_FULL = {errno.ENOSPC, errno.EDQUOT}
+
+
+def _explained(error: OSError) -> OSError:
+    """Return a `NoSpaceError` for a full disk or quota, and any other error as it is."""
+    if error.errno not in _IS_FULL:
+        return error
+    return NoSpaceError(
+        error.errno, f"{error.strerror}: the disk filled up during the save, which left nothing."
+    )
+
+
 def write_all(descriptor: int, data: memoryview, position: int) -> None:
     """Write all the bytes at a position, however many calls that takes."""
     while data:
-        written = os.pwrite(descriptor, data, position)
+        try:
+            written = os.pwrite(descriptor, data, position)
+        except OSError as error:
+            raise _explained(error) from error
         data = data[written:]
         position += written
