@@ -51,6 +51,11 @@ def ties_of(live: LiveModel) -> TieRecord | None:
 
 
 def _embedding(module: nn.Module, getter: str) -> Any | None:
+    """Return the weight that a getter leads to; None for a model without that end.
+
+    Such a model has no getter, one that raises NotImplementedError (transformers' own way of saying
+    so), or something else of that name that cannot be called without arguments.
+    """
     try:
         return getattr(getattr(module, getter)(), "weight", None)
     except (AttributeError, NotImplementedError, TypeError):

@@ -161,18 +161,16 @@ def save_consolidated(
             stale_copies, overflown = source.stale_copies, source.overflown
         if stale_copies and stale == "error":
             raise StaleCopiesError(f"{records.stale_warning(stale_copies)} Nothing was saved.")
-        with clock("evaluate"):
-            evaluation = (
-                None
-                if eval_fn is None
-                else evaluate(
+        evaluation = None
+        if eval_fn is not None:
+            with clock("evaluate"):
+                evaluation = evaluate(
                     live,
                     team,
                     eval_fn,
                     stale_copies=stale_copies,
                     is_of_saved_values=options.is_exact,
                 )
-            )
         with clock("commit"):
             manifest = None
             with team.together("committing"):
@@ -194,12 +192,7 @@ def save_consolidated(
                     commit.publish(staging, manifest, run)
             manifest = team.broadcast(manifest)
     assert manifest is not None
-    removed: tuple[Path, ...] = ()
-    if save_total_limit is not None:
-        with team.together("deleting old checkpoints, after the commit"):
-            if team.rank == 0:
-                removed = commit.rotate(options.target, save_total_limit, kept)
-        removed = team.broadcast(removed)
+    removed = _rotate(team, options, kept)
     report = SaveReport(
         path=options.target,
         manifest=manifest,
@@ -312,6 +305,17 @@ def _write(team: Team, source: LiveSource, plan: SavePlan, folder: Path) -> dict
         name: of_tensor([everyone[block] for block in blocks_of(tensor.spec)])
         for name, tensor in plan.tensors.items()
     }
+
+
+def _rotate(team: Team, options: _Options, pinned: Iterable[Path]) -> tuple[Path, ...]:
+    """Delete what `save_total_limit` leaves no room for, and return it, on every rank."""
+    removed: tuple[Path, ...] = ()
+    if options.save_total_limit is not None:
+        with team.together("deleting old checkpoints, after the commit"):
+            if team.rank == 0:
+                removed = commit.rotate(options.target, options.save_total_limit, pinned)
+        removed = team.broadcast(removed)
+    return removed
 
 
 def _target(out_dir: str | os.PathLike[str]) -> Path:
