@@ -14,12 +14,16 @@ from zckpt import errors as errors
 __version__ = "0.1.0"
 
 _HOMES = {
+    "ConvertReport": "zckpt.verbs.convert",
+    "DiffReport": "zckpt.verbs.diff",
     "LoadReport": "zckpt.verbs.restore",
     "SaveReport": "zckpt.verbs.save",
     "VerifyReport": "zckpt.verbs.verify",
     "ZckptError": "zckpt.errors",
+    "convert": "zckpt.verbs.convert",
+    "diff": "zckpt.verbs.diff",
     "load_consolidated": "zckpt.verbs.restore",
-    "open": "zckpt.sources.consolidated",
+    "open": "zckpt.sources.opening",
     "resync": "zckpt.verbs.resync",
     "save_consolidated": "zckpt.verbs.save",
     "verify": "zckpt.verbs.verify",
@@ -30,7 +34,11 @@ __all__ = list(_HOMES)
 
 if TYPE_CHECKING:
     from zckpt.errors import ZckptError as ZckptError
-    from zckpt.sources.consolidated import open as open  # noqa: A004 -- as zckpt.open
+    from zckpt.sources.opening import open as open  # noqa: A004 -- as zckpt.open
+    from zckpt.verbs.convert import ConvertReport as ConvertReport
+    from zckpt.verbs.convert import convert as convert
+    from zckpt.verbs.diff import DiffReport as DiffReport
+    from zckpt.verbs.diff import diff as diff
     from zckpt.verbs.restore import LoadReport as LoadReport
     from zckpt.verbs.restore import load_consolidated as load_consolidated
     from zckpt.verbs.resync import resync as resync

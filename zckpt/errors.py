@@ -14,6 +14,8 @@ Each is a `ZckptError` and also the builtin that a caller who does not know zckp
     ├── NoSpaceError             OSError            the disk cannot hold the checkpoint
     ├── NotACheckpointError      FileNotFoundError  nothing that can be read as a checkpoint
     ├── CorruptCheckpointError   OSError            a file is not what its header or manifest says
+    │   ├── MissingParametersError          parameters of the module are nowhere in the folder
+    │   ├── UnsafePickleError    OSError            a pickle would run code
     │   └── ManifestError        OSError            the manifest cannot be understood
     │       └── ManifestVersionError                ... because it is of another version
     └── RankError                RuntimeError       another rank failed, or was lost
@@ -69,6 +71,14 @@ class NotACheckpointError(ZckptError, FileNotFoundError):
 
 class CorruptCheckpointError(ZckptError, OSError):
     """A file is not what its own header, the index or the manifest says it is."""
+
+
+class MissingParametersError(CorruptCheckpointError):
+    """A ZeRO folder has the names of parameters, or not even these, but not their values."""
+
+
+class UnsafePickleError(CorruptCheckpointError):
+    """A pickle would call something else than the constructors of tensors. Nothing was run."""
 
 
 class ManifestError(CorruptCheckpointError):

@@ -6,6 +6,8 @@ Everything is asked of the objects themselves; transformers is never imported he
 from __future__ import annotations
 
 import copy
+import json
+import shutil
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,7 +15,8 @@ from torch import nn
 
 from zckpt.errors import UsageError
 from zckpt.live import LiveModel, class_name, identity
-from zckpt.manifest import TieRecord
+from zckpt.manifest import MANIFEST_NAME, RUN_NAME, TieRecord
+from zckpt.plan import FilePlan
 from zckpt.spec import DType
 
 
@@ -93,3 +96,50 @@ def write_assets(
                 "Hugging Face tokenizer or processor."
             )
         tokenizer.save_pretrained(str(folder))
+
+
+# ------------------------------------------------------------------ files of a model's folder
+
+
+_ASSET_SUFFIXES = {".jinja", ".json", ".model", ".py", ".spm", ".tiktoken", ".txt", ".vocab"}
+_NO_ASSETS = {MANIFEST_NAME, RUN_NAME, "trainer_state.json", "adapter_config.json"}
+
+
+def copy_assets(source: Path, folder: Path, plan: FilePlan) -> tuple[str, ...]:
+    """Copy a model's config, generation config and tokenizer files beside converted weights.
+
+    The copied config describes the files: the dtype of their parameters, and no tied embeddings
+    where `lm_head.weight` is a tensor of its own. Weights, indices of weights and states of
+    training are not copied. Returns warnings.
+
+    Raises:
+        UsageError: the config is no JSON.
+    """
+    for path in sorted(source.iterdir()):
+        is_asset = path.suffix in _ASSET_SUFFIXES and path.name not in _NO_ASSETS
+        if path.is_file() and is_asset and not path.name.endswith(".index.json"):
+            shutil.copyfile(path, folder / path.name)
+    templates = source / "additional_chat_templates"  # transformers' folder of them
+    if templates.is_dir():
+        shutil.copytree(templates, folder / templates.name)
+    config_path = folder / "config.json"
+    try:
+        config = json.loads(config_path.read_text("utf-8"))
+        described = dict(config)
+    except (ValueError, TypeError) as error:
+        raise UsageError(f"{source / 'config.json'} is no JSON object: {error}") from None
+    if plan.main_dtype is not None:
+        name = "torch_dtype" if "torch_dtype" in config else "dtype"
+        described[name] = plan.main_dtype.name
+    warnings = []
+    if config.get("tie_word_embeddings") is True and "lm_head.weight" in plan.tensors:
+        described["tie_word_embeddings"] = False
+        warnings.append(UNTIED)
+    config_path.write_text(json.dumps(described, indent=2, sort_keys=True) + "\n", "utf-8")
+    return tuple(warnings)
+
+
+UNTIED = (
+    "the config declares tied word embeddings but they are two tensors; both were saved and "
+    "config.json says tie_word_embeddings=false."
+)

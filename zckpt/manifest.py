@@ -34,18 +34,18 @@ class Digest(Record, frozen=True):
     hex: str
 
 
-class Provenance(Record, frozen=True):
+class Provenance(Record, frozen=True, omit_defaults=True):
     """Where the values came from."""
 
-    source: Literal["engine", "zero.Init module", "module"]
+    source: Literal["engine", "zero.Init module", "module", "ZeRO folder"]
     engine: str | None
     """Class of the engine, or None."""
     zero_stage: int | None
     world_size: int
     deepspeed_version: str | None
     torch_version: str
-    model: str
-    """Class of the module that was saved, with its package."""
+    model: str | None
+    """Class of the module that was saved, with its package; a ZeRO folder does not say."""
     optimizer: str | None
     """Class of the optimizer inside the engine, or None."""
     global_step: int | None
@@ -55,6 +55,8 @@ class Provenance(Record, frozen=True):
     view: Literal["raw"]
     removed_prefix: str
     """An outermost `module.` that was taken off every name, or nothing."""
+    tag: str | None = None
+    """Which checkpoint of a ZeRO folder it was; not written for other sources."""
 
 
 class FileRecord(Record, frozen=True):
@@ -78,7 +80,8 @@ class TensorRecord(Record, frozen=True):
     """First byte in the file, inclusive, counted from the file's beginning."""
     end: int
     """Byte after the last, exclusive."""
-    digest: Digest
+    digest: Digest | None
+    """None where it was written without digests."""
     trainable: bool
     value_from: ValueFrom
     """live: the module's own value. master: the optimizer's fp32 copy. frozen: a parameter that

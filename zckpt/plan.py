@@ -42,16 +42,12 @@ class PlannedFile:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SavePlan:
-    """All that is decided before the first byte is read."""
+class FilePlan:
+    """Which tensor goes where: all offsets are decided before the first byte is read."""
 
     files: tuple[PlannedFile, ...]
     tensors: Mapping[str, PlannedTensor]
     """By owner name, in the order of the specs."""
-    buckets: tuple[tuple[str, ...], ...]
-    """Owner names handled in one window, in the order of the specs."""
-    shares: tuple[tuple[tuple[Block, ...], ...], ...]
-    """The blocks that each rank writes, by bucket and rank."""
 
     @property
     def size_bytes(self) -> int:
@@ -76,6 +72,16 @@ class SavePlan:
         total_size = sum(tensor.spec.size_bytes for tensor in self.tensors.values())
         index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
         return (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavePlan(FilePlan):
+    """A file plan, and which rank writes what of it when."""
+
+    buckets: tuple[tuple[str, ...], ...]
+    """Owner names handled in one window, in the order of the specs."""
+    shares: tuple[tuple[tuple[Block, ...], ...], ...]
+    """The blocks that each rank writes, by bucket and rank."""
 
 
 def make_plan(
@@ -105,14 +111,23 @@ def make_plan(
     Raises:
         UsageError: nothing to store, or a size that makes no sense.
     """
+    plan = plan_files(specs, groups, max_shard_size=max_shard_size)
+    buckets = tuple(fill_buckets(window_bytes, bucket_bytes))
+    by_name = {spec.name: spec for spec in specs}
+    shares = deal([[by_name[n] for n in bucket] for bucket in buckets], writer_ranks, rank_0_only)
+    return SavePlan(files=plan.files, tensors=plan.tensors, buckets=buckets, shares=shares)
+
+
+def plan_files(
+    specs: Sequence[TensorSpec], groups: Sequence[AliasGroup], *, max_shard_size: int | str
+) -> FilePlan:
+    """Return where every tensor goes; arguments and errors as those of `make_plan`."""
     if any(name == "__metadata__" for group in groups for name in group.names):
         raise UsageError("a tensor called __metadata__ cannot be stored: safetensors reserves it.")
     if not specs:
         raise UsageError("there is nothing to save: the model has no parameters and no buffers.")
     aliases = {group.owner: group.aliases for group in groups}
-    buckets = tuple(fill_buckets(window_bytes, bucket_bytes))
     by_name = {spec.name: spec for spec in specs}
-    shares = deal([[by_name[n] for n in bucket] for bucket in buckets], writer_ranks, rank_0_only)
     files: list[PlannedFile] = []
     planned: dict[str, PlannedTensor] = {}
     for name, members in _split_into_files(specs, max_shard_size).items():
@@ -121,7 +136,7 @@ def make_plan(
         for member, span in spans.items():
             planned[member] = PlannedTensor(spec=by_name[member], file=name, span=span)
     ordered = {spec.name: planned[spec.name] for spec in specs}
-    return SavePlan(files=tuple(files), tensors=ordered, buckets=buckets, shares=shares)
+    return FilePlan(files=tuple(files), tensors=ordered)
 
 
 def lay_out_file(

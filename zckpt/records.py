@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
@@ -12,7 +12,7 @@ import torch
 
 from zckpt import __version__
 from zckpt.digests import of_file, of_header
-from zckpt.hf import config_of, ties_of
+from zckpt.hf import UNTIED, config_of, ties_of
 from zckpt.live import LiveModel, class_name
 from zckpt.manifest import (
     SCHEMA_VERSION,
@@ -20,16 +20,19 @@ from zckpt.manifest import (
     Digest,
     EvalRecord,
     FileRecord,
+    LeftOut,
     Manifest,
     Provenance,
     RunRecord,
     TensorRecord,
     TieRecord,
     UnstoredBuffer,
+    ValueFrom,
 )
 from zckpt.names import listed
-from zckpt.plan import SavePlan
+from zckpt.plan import FilePlan, PlannedTensor, SavePlan
 from zckpt.sources.engine import LiveSource, Weights
+from zckpt.sources.zero import ZeroEntry, ZeroFolder
 from zckpt.spec import DType
 from zckpt.tensors import can_be_stored, digest_of_tensor
 
@@ -80,6 +83,83 @@ def describe(
     )
 
 
+def describe_converted(
+    zero: ZeroFolder,
+    entries: Sequence[ZeroEntry],
+    plan: FilePlan,
+    folder: Path,
+    *,
+    digests: Mapping[str, Digest | None],
+    dtype: DType | None,
+    left_out: tuple[LeftOut, ...],
+    overflown: Sequence[str],
+    warnings: Sequence[str],
+) -> Manifest:
+    """Return the manifest of a folder that was converted and holds everything but the manifest.
+
+    Args:
+        zero: the checkpoint that was converted.
+        entries: what of it was, by the names in the files.
+        plan: where everything went.
+        folder: the finished folder.
+        digests: the digest of each stored tensor, by owner.
+        dtype: what floating parameters were cast to.
+        left_out: what was not converted, and why.
+        overflown: names of tensors with values that no longer fit after the cast.
+        warnings: what else deserves a look.
+    """
+    stored = {entry.group.owner for entry in entries}
+    differing = [name for name in zero.differing if name in stored]
+    return Manifest(
+        schema_version=SCHEMA_VERSION,
+        zckpt_version=__version__,
+        provenance=Provenance(
+            source="ZeRO folder",
+            engine=None,
+            zero_stage=zero.files.stage,
+            world_size=zero.files.world_size,
+            deepspeed_version=zero.deepspeed_version,
+            torch_version=str(torch.__version__),
+            model=None,
+            optimizer=None,
+            global_step=zero.global_step,
+            weights="master",
+            dtype=None if dtype is None else dtype.name,
+            view="raw",
+            removed_prefix=zero.removed_prefix,
+            tag=zero.tag,
+        ),
+        files=_file_records(folder, plan),
+        tensors=tuple(
+            _tensor_record(
+                plan.tensors[entry.group.owner],
+                digests[entry.group.owner],
+                trainable=entry.value_from in {"master", "unowned"},
+                value_from=entry.value_from,
+                optimizer=None,
+            )
+            for entry in entries
+        ),
+        aliases=tuple(
+            AliasRecord(owner=entry.group.owner, aliases=entry.group.aliases)
+            for entry in entries
+            if entry.group.aliases
+        ),
+        unstored_buffers=(),
+        left_out=left_out,
+        stale_copies=(),
+        ties=None,
+        evaluation=None,
+        warnings=(
+            *(f"left out: {left.name} ({left.reason})" for left in left_out),
+            *zero.notes,
+            *_value_warnings(differing, overflown),
+            *warnings,
+            *_prefix_warning(zero.removed_prefix),
+        ),
+    )
+
+
 def describe_run(seconds: Mapping[str, float]) -> RunRecord:
     """Return when, where and how fast a checkpoint is being made."""
     now = datetime.now(timezone.utc).isoformat(timespec="seconds")
@@ -115,20 +195,37 @@ def _tensor_records(
     weights: Weights,
 ) -> tuple[TensorRecord, ...]:
     return tuple(
-        TensorRecord(
-            name=entry.name,
-            role=entry.role,
-            shape=entry.shape,
-            dtype=plan.tensors[entry.name].spec.dtype.name,
-            file=plan.tensors[entry.name].file,
-            start=plan.tensors[entry.name].span.start,
-            end=plan.tensors[entry.name].span.end,
-            digest=digests[entry.name],
+        _tensor_record(
+            plan.tensors[entry.name],
+            digests[entry.name],
             trainable=entry.role == "parameter" and entry.tensor.requires_grad,
             value_from=live.value_from(entry, weights),
             optimizer=live.optimizer_name if id(entry.tensor) in live.owned else None,
         )
         for entry in live.entries
+    )
+
+
+def _tensor_record(
+    planned: PlannedTensor,
+    digest: Digest | None,
+    *,
+    trainable: bool,
+    value_from: ValueFrom,
+    optimizer: str | None,
+) -> TensorRecord:
+    return TensorRecord(
+        name=planned.spec.name,
+        role=planned.spec.role,
+        shape=planned.spec.shape,
+        dtype=planned.spec.dtype.name,
+        file=planned.file,
+        start=planned.span.start,
+        end=planned.span.end,
+        digest=digest,
+        trainable=trainable,
+        value_from=value_from,
+        optimizer=optimizer,
     )
 
 
@@ -152,7 +249,7 @@ def _unstored_buffers(live: LiveModel) -> tuple[UnstoredBuffer, ...]:
     )
 
 
-def _file_records(folder: Path, plan: SavePlan) -> tuple[FileRecord, ...]:
+def _file_records(folder: Path, plan: FilePlan) -> tuple[FileRecord, ...]:
     headers = {file.name: file.header for file in plan.files}
     records = []
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
@@ -174,12 +271,7 @@ def _warnings(
     found = [f"left out: {left.name} ({left.reason})" for left in live.left_out]
     if stale_copies:
         found.append(stale_warning(stale_copies))
-    if differing:
-        found.append(
-            f"not the same on every rank, so rank 0's values were saved: {listed(differing)}."
-        )
-    if overflown:
-        found.append(f"values became infinite in fp16: {listed(overflown)}.")
+    found += _value_warnings(differing, overflown)
     dtypes = {
         tensor.spec.dtype.name
         for tensor in plan.tensors.values()
@@ -196,18 +288,26 @@ def _warnings(
             "itself, so from_pretrained would not find its names."
         )
     if ties is not None and ties.declared and not ties.actual:
-        found.append(
-            "the config declares tied word embeddings but they are two tensors; both were saved "
-            "and config.json says tie_word_embeddings=false."
-        )
+        found.append(UNTIED)
     if ties is not None and ties.actual and not ties.declared:
         found.append(
             "the word embeddings are one tensor although the config does not tie them; it was "
             "saved once, and a model built from the config will hold two."
         )
-    if live.removed_prefix:
-        found.append(f"every name began with {live.removed_prefix!r}, which was taken off.")
+    found += _prefix_warning(live.removed_prefix)
     return tuple(found)
+
+
+def _value_warnings(differing: Sequence[str], overflown: Sequence[str]) -> Iterator[str]:
+    if differing:
+        yield f"not the same on every rank, so rank 0's values were saved: {listed(differing)}."
+    if overflown:
+        yield f"values became infinite in fp16: {listed(overflown)}."
+
+
+def _prefix_warning(removed_prefix: str) -> Iterator[str]:
+    if removed_prefix:
+        yield f"every name began with {removed_prefix!r}, which was taken off."
 
 
 def stale_warning(stale_copies: Sequence[str]) -> str:

@@ -513,15 +513,6 @@ def test_an_empty_folder_says_what_was_expected(tmp_path):
         assert name in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "file", ["latest", "zero_pp_rank_0_mp_rank_00_optim_states.pt", "mp_rank_00_model_states.pt"]
-)
-def test_a_zero_folder_is_recognized(tmp_path, file):
-    (tmp_path / file).write_bytes(b"global_step1")
-    with pytest.raises(NotACheckpointError, match="DeepSpeed ZeRO folder"):
-        zckpt.open(tmp_path)
-
-
 def test_a_folder_of_pickled_weights_is_recognized(tmp_path):
     torch.save({"a": torch.ones(1)}, tmp_path / "pytorch_model.bin")
     with pytest.raises(NotACheckpointError, match="pickled weights"):

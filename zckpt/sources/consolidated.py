@@ -11,7 +11,7 @@ import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -20,13 +20,13 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from zckpt import digests
-from zckpt.digests import Block
 from zckpt.errors import CorruptCheckpointError, NotACheckpointError
 from zckpt.manifest import MANIFEST_NAME, Digest, Manifest, TensorRecord, parse_manifest
 from zckpt.plan import FILE_PATTERN, INDEX_NAME
+from zckpt.sources.checkpoint import Checkpoint
+from zckpt.sources.zero_files import looks_like_zero
 from zckpt.spec import DTYPES_BY_CODE, Span, TensorSpec
-from zckpt.tensors import as_bytes, chunks, torch_dtype
+from zckpt.tensors import as_bytes, torch_dtype
 
 _MAX_HEADER_BYTES = 100_000_000
 """The safetensors library refuses larger headers, so a larger length is garbage."""
@@ -53,12 +53,8 @@ class StoredFile:
     """Alias to owner, from the metadata."""
 
 
-class Consolidated(Mapping[str, Tensor]):
-    """A lazy mapping from every name, aliases included, to its tensor.
-
-    `checkpoint[name]` reads the tensor into new memory; `checkpoint.get_slice(name)[10:20]` reads
-    the part that is asked for. Safe to use from several threads.
-    """
+class Consolidated(Checkpoint):
+    """A folder of safetensors, or one such file; see `Checkpoint`."""
 
     def __init__(self, path: Path, files: Iterable[StoredFile], manifest: Manifest | None) -> None:
         """Take what `open` found."""
@@ -66,56 +62,37 @@ class Consolidated(Mapping[str, Tensor]):
         self.files = tuple(files)
         self.manifest = manifest
         self.stored: dict[str, StoredTensor] = {}
-        self.aliases: dict[str, str] = {}
-        """The owner of each alias."""
+        aliases: dict[str, str] = {}
         for file in self.files:
             for name in self.stored.keys() & file.tensors.keys():
                 raise CorruptCheckpointError(
                     f"{path}: {name} is in {self.stored[name].path.name} and in {file.path.name}."
                 )
             self.stored |= file.tensors
-            self.aliases |= file.aliases
-        self.aliases |= {
+            aliases |= file.aliases
+        aliases |= {
             alias: group.owner
             for group in (manifest.aliases if manifest else ())
             for alias in group.aliases
         }
+        self.aliases = aliases
         if manifest is not None:
             known = [record.name for record in manifest.tensors if record.name in self.stored]
             self.stored = {name: self.stored[name] for name in [*known, *self.stored]}
-        lost = sorted(o for o in self.aliases.values() if o not in self.stored)
+        lost = sorted(o for o in aliases.values() if o not in self.stored)
         if lost:
             raise CorruptCheckpointError(f"{path}: aliases of {lost[0]}, which is not stored.")
+        self.specs = {name: self._spec(stored) for name, stored in self.stored.items()}
+        self.file_sizes_bytes = {f.path.name: f.path.stat().st_size for f in self.files}
+        if manifest is not None:
+            self.kind = "zckpt checkpoint"
+        else:
+            self.kind = "safetensors file" if path.is_file() else "Hugging Face folder"
 
-    def __iter__(self) -> Iterator[str]:
-        """Yield the stored names, in the manifest's order where there is one, then the aliases."""
-        yield from self.stored
-        yield from self.aliases
-
-    def __len__(self) -> int:
-        return len(self.stored) + len(self.aliases)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.stored or name in self.aliases
-
-    def __getitem__(self, name: str) -> Tensor:
-        tensor = self.stored[self.owner(name)]
-        return self.read(name, 0, tensor.spec.numel).view(tensor.spec.shape)
-
-    def __repr__(self) -> str:
-        kind = "zckpt checkpoint" if self.manifest else "safetensors folder"
-        return f"<{kind} {self.path}: {len(self.stored)} tensors, {len(self.aliases)} aliases>"
-
-    def owner(self, name: str) -> str:
-        """Return the name under which a tensor is stored. Raises KeyError for an unknown name."""
-        owner = self.aliases.get(name, name)
-        if owner not in self.stored:
-            raise KeyError(name)
-        return owner
-
-    def spec(self, name: str) -> TensorSpec:
-        """Return name (the owner's), shape, dtype and role of a tensor."""
-        return self.stored[self.owner(name)].spec
+    def _spec(self, stored: StoredTensor) -> TensorSpec:
+        """Return the spec of a tensor, with the role that the manifest knows."""
+        record = self.records.get(stored.spec.name)
+        return stored.spec if record is None else replace(stored.spec, role=record.role)
 
     def get_slice(self, name: str) -> Any:
         """Return safetensors' lazy slice of a tensor: index it to read a part."""
@@ -125,16 +102,14 @@ class Consolidated(Mapping[str, Tensor]):
 
     def read(self, name: str, start: int, end: int) -> Tensor:
         """Return elements `[start, end)` of the flattened tensor, in new memory."""
-        tensor = self.stored[self.owner(name)]
-        dtype = tensor.spec.dtype
-        if not 0 <= start <= end <= tensor.spec.numel:
-            raise IndexError(f"{name} has {tensor.spec.numel} elements, not [{start}, {end}).")
-        values = torch.empty(end - start, dtype=torch_dtype(dtype), device="cpu")
+        spec = self.check_range(name, start, end)
+        tensor = self.stored[spec.name]
+        values = torch.empty(end - start, dtype=torch_dtype(spec.dtype), device="cpu")
         with _opened(tensor.path) as descriptor:
             _read_exactly(
                 descriptor,
                 as_bytes(values),
-                tensor.span.start + start * dtype.size_bytes,
+                tensor.span.start + start * spec.dtype.size_bytes,
                 f"{tensor.path}: {name}",
             )
         return values
@@ -143,19 +118,6 @@ class Consolidated(Mapping[str, Tensor]):
     def records(self) -> Mapping[str, TensorRecord]:
         """The manifest's record of each stored tensor; empty without a manifest."""
         return {r.name: r for r in self.manifest.tensors} if self.manifest else {}
-
-    def digest(self, name: str) -> Digest:
-        """Return the digest of a tensor's bytes as they are in the file now. Memory: 1 MiB."""
-        blocks = digests.blocks_of(self.spec(name))
-        return digests.of_tensor([self.digest_block(block) for block in blocks])
-
-    def digest_block(self, block: Block) -> bytes:
-        """Return the digest of one block of a stored tensor as it is in the file now."""
-        size_bytes = self.spec(block.name).dtype.size_bytes
-        return digests.of_block(
-            as_bytes(self.read(block.name, start, end))
-            for start, end in chunks(block.start, block.end, size_bytes)
-        )
 
     def check(self, name: str, digest: Digest | None = None) -> None:
         """Raise a `CorruptCheckpointError` unless the tensor's bytes are those of the manifest.
@@ -168,7 +130,7 @@ class Consolidated(Mapping[str, Tensor]):
         record = self.records.get(owner)
         if self.manifest is not None and record is None:
             raise CorruptCheckpointError(f"{self.path}: {owner} is not in the manifest.")
-        if record is None:
+        if record is None or record.digest is None:
             return
         found = digest or self.digest(owner)
         if found != record.digest:
@@ -217,6 +179,12 @@ def find(path: str | os.PathLike[str]) -> Path:
     except (OSError, RuntimeError, ValueError) as error:  # too long, no such user, a null byte
         raise NotACheckpointError(f"{path!r} is no path: {error}") from None
     raise NotACheckpointError(f"{place}: no such file or folder.{_moved_away(place)}")
+
+
+def is_consolidated(place: Path) -> bool:
+    """Whether a file or folder has what `open` looks for."""
+    marks = (MANIFEST_NAME, INDEX_NAME, FILE_PATTERN.format(suffix=""))
+    return place.is_file() or any((place / mark).exists() for mark in marks)
 
 
 def file_names(folder: Path, manifest: Manifest | None) -> list[str]:
@@ -366,8 +334,8 @@ def _expected() -> str:
 
 def _guess(folder: Path) -> str:
     """Return a hint about what a folder is instead."""
-    if (folder / "latest").is_file() or any(folder.glob("*_states.pt")):
-        return " It looks like a DeepSpeed ZeRO folder, which this version does not read yet."
+    if looks_like_zero(folder):
+        return f" It is a DeepSpeed ZeRO folder; convert it first: zckpt convert {folder} OUT"
     if any(folder.glob("*.bin")):
         return " It holds pickled weights (*.bin); convert them to safetensors first."
     inner = sorted(path.parent for path in folder.glob(f"*/{MANIFEST_NAME}"))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zckpt.manifest import Manifest
-from zckpt.sources.consolidated import open as open_checkpoint
+from zckpt.sources.opening import open as open_checkpoint
 from zckpt.spec import TensorSpec
 
 
@@ -23,6 +23,10 @@ class Inspection:
     """The owner of each alias."""
     file_sizes_bytes: dict[str, int]
     manifest: Manifest | None
+    facts: dict[str, str]
+    """What a ZeRO folder says about the run that saved it; empty for other checkpoints."""
+    notes: tuple[str, ...]
+    """What deserves a look, as sentences."""
 
     @property
     def size_bytes(self) -> int:
@@ -30,30 +34,25 @@ class Inspection:
         return sum(spec.size_bytes for spec in self.tensors)
 
 
-def inspect(path: str | os.PathLike[str]) -> Inspection:
+def inspect(path: str | os.PathLike[str], *, tag: str | None = None) -> Inspection:
     """Read manifest, index and headers, and return what they say. Local, no tensor is read.
+
+    Of a ZeRO folder the pickles are read, without running anything in them; `tag` names the one of
+    several checkpoints in it.
 
     Raises:
         NotACheckpointError: there is nothing to inspect at the path.
         CorruptCheckpointError: what is there contradicts itself.
+        UnsupportedError: a ZeRO folder of a kind that zckpt does not put together.
     """
-    checkpoint = open_checkpoint(path)
-    specs = {name: stored.spec for name, stored in checkpoint.stored.items()}
-    for name, record in checkpoint.records.items():
-        if name in specs:
-            spec = specs.pop(name)
-            specs[name] = TensorSpec(
-                name=name, shape=spec.shape, dtype=spec.dtype, role=record.role
-            )
-    if checkpoint.manifest is not None:
-        kind = "zckpt checkpoint"
-    else:
-        kind = "safetensors file" if checkpoint.path.is_file() else "Hugging Face folder"
+    checkpoint = open_checkpoint(path, tag=tag)
     return Inspection(
         path=checkpoint.path,
-        kind=kind,
-        tensors=tuple(specs.values()),
+        kind=checkpoint.kind,
+        tensors=tuple(checkpoint.specs.values()),
         aliases=dict(checkpoint.aliases),
-        file_sizes_bytes={f.path.name: f.path.stat().st_size for f in checkpoint.files},
+        file_sizes_bytes=dict(checkpoint.file_sizes_bytes),
         manifest=checkpoint.manifest,
+        facts=dict(checkpoint.facts),
+        notes=checkpoint.notes,
     )

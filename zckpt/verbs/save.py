@@ -133,7 +133,7 @@ def save_consolidated(
     deleted comes after the commit, and says so.
     """
     options = _Options(
-        target=_target(out_dir),
+        target=commit.target_of(out_dir),
         weights=weights,
         dtype=dtype,
         stale=stale,
@@ -316,15 +316,6 @@ def _rotate(team: Team, options: _Options, pinned: Iterable[Path]) -> tuple[Path
                 removed = commit.rotate(options.target, options.save_total_limit, pinned)
         removed = team.broadcast(removed)
     return removed
-
-
-def _target(out_dir: str | os.PathLike[str]) -> Path:
-    try:
-        target = Path(out_dir).expanduser().resolve()
-        target.exists()
-    except (TypeError, ValueError, OSError, RuntimeError) as error:
-        raise UsageError(f"out_dir={out_dir!r} is no path for a folder: {error}") from None
-    return target
 
 
 def _paths(given: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> list[Path]:

@@ -30,6 +30,16 @@ SPARE_BYTES = 4 << 20
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 
 
+def target_of(out_dir: str | os.PathLike[str]) -> Path:
+    """Return the absolute path of the folder to make, or raise a `UsageError`."""
+    try:
+        target = Path(out_dir).expanduser().resolve()
+        target.exists()
+    except (TypeError, ValueError, OSError, RuntimeError) as error:
+        raise UsageError(f"out_dir={out_dir!r} is no path for a folder: {error}") from None
+    return target
+
+
 def check_target(target: Path, *, overwrite: bool) -> None:
     """Refuse a target that must not be replaced.
 

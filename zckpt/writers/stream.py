@@ -6,6 +6,7 @@ import ctypes
 import errno
 import os
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -71,11 +72,15 @@ class Writer:
         self._folder = folder
         self._stack = stack
         self._files: dict[str, int] = {}
+        self._lock = threading.Lock()
 
-    def write(self, tensor: PlannedTensor, block: Block, source: Reads) -> bytes:
+    def write(
+        self, tensor: PlannedTensor, block: Block, source: Reads, *, hashes: bool = True
+    ) -> bytes:
         """Copy one block of a tensor from the source into its place and return its digest.
 
-        Memory: one chunk of 1 MiB, where the source has to cast or to leave a device.
+        May be called from several threads for different blocks. Without `hashes` the digest is
+        empty. Memory: one chunk of 1 MiB, where the source has to cast or to leave a device.
         """
         descriptor = self._open(tensor.file)
         size_bytes = tensor.spec.dtype.size_bytes
@@ -86,7 +91,11 @@ class Writer:
                 write_all(descriptor, data, tensor.span.start + start * size_bytes)
                 yield data
 
-        return digests.of_block(parts())
+        if hashes:
+            return digests.of_block(parts())
+        for _ in parts():
+            pass
+        return b""
 
     def sync(self) -> None:
         """Have the operating system put all that this process wrote on the disk."""
@@ -94,11 +103,12 @@ class Writer:
             os.fsync(descriptor)
 
     def _open(self, name: str) -> int:
-        if name not in self._files:
-            descriptor = os.open(self._folder / name, os.O_WRONLY)
-            self._stack.callback(os.close, descriptor)
-            self._files[name] = descriptor
-        return self._files[name]
+        with self._lock:
+            if name not in self._files:
+                descriptor = os.open(self._folder / name, os.O_WRONLY)
+                self._stack.callback(os.close, descriptor)
+                self._files[name] = descriptor
+            return self._files[name]
 
 
 @contextmanager

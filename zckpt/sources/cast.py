@@ -1,0 +1,55 @@
+"""A source made from another: floating parameters in another dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from zckpt.spec import DType, TensorSpec
+from zckpt.tensors import torch_dtype
+
+
+class Reads(Protocol):
+    """The part of a source that is needed here."""
+
+    def read(self, name: str, start: int, end: int) -> Tensor:
+        """Return elements `[start, end)` of the flattened tensor."""
+        ...
+
+
+class Cast:
+    """Reads another source's tensors, each value rounded once to the dtype of its spec.
+
+    Only floating parameters are cast; buffers keep their dtype. Safe to use from several threads
+    where the other source is.
+    """
+
+    def __init__(self, source: Reads, specs: Iterable[TensorSpec], dtype: DType | None) -> None:
+        """Read nothing yet. Without a dtype every tensor is read as it is."""
+        self._source = source
+        self.specs = tuple(self._cast(spec, dtype) for spec in specs)
+        self._dtypes = {spec.name: torch_dtype(spec.dtype) for spec in self.specs}
+        self._overflown: set[str] = set()
+
+    @staticmethod
+    def _cast(spec: TensorSpec, dtype: DType | None) -> TensorSpec:
+        is_cast = spec.role == "parameter" and spec.dtype.is_floating and dtype is not None
+        return replace(spec, dtype=dtype) if is_cast and dtype is not None else spec
+
+    @property
+    def overflown(self) -> tuple[str, ...]:
+        """Names of tensors with values that became infinite in what was read so far."""
+        return tuple(sorted(self._overflown))
+
+    def read(self, name: str, start: int, end: int) -> Tensor:
+        """Return elements `[start, end)` of the flattened tensor in the dtype of its spec."""
+        values = self._source.read(name, start, end)
+        cast = values.to(self._dtypes[name])
+        is_narrowed = cast.dtype == torch.float16 != values.dtype
+        if is_narrowed and torch.isinf(cast).sum() > torch.isinf(values).sum():
+            self._overflown.add(name)
+        return cast

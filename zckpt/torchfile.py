@@ -1,0 +1,665 @@
+"""Read what `torch.save` wrote without running anything in it.
+
+The pickle is followed by a reader that has no callable on its stack: a global is only its name, and
+what would call it makes a description of a tensor (for the constructors of tensors, listed one by
+one), an inert `Placeholder` (for harmless values, listed one by one, and for objects of classes,
+whose code is not looked for), or a refusal. Neither torch nor the classes named are imported.
+
+Formats: torch/serialization.py (`_save`, `_legacy_save`), torch/_utils.py (`_rebuild_*`).
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import pickle
+import struct
+import threading
+import zipfile
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, BinaryIO, ClassVar
+
+from zlib_ng.zlib_ng import crc32, crc32_combine
+
+from zckpt.errors import CorruptCheckpointError, UnsafePickleError
+from zckpt.spec import DTYPES, DType
+
+MAX_PICKLE_BYTES = 256 << 20
+"""Pickles of the largest real checkpoints take a few megabytes: their tensors lie elsewhere."""
+
+# ------------------------------------------------------------------ what a pickle can hold
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """A run of elements in a file, of which tensors are views."""
+
+    key: str
+    type: str
+    """torch's class of it, with its module."""
+    numel: int
+
+    @property
+    def dtype(self) -> DType | None:
+        """None for an untyped storage, whose elements are bytes, and for an unknown class."""
+        return DTYPES.get(_STORAGES.get(self.type, ""))
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes it takes in the file."""
+        return self.numel * (1 if self.dtype is None else self.dtype.size_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRef:
+    """A tensor, without its values. Not trusted: `TorchFile.locate` checks that it fits."""
+
+    storage: Storage
+    dtype: DType
+    offset: int
+    """First element in the storage."""
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether the elements lie in row-major order without holes."""
+        expected = 1
+        for size, step in zip(reversed(self.shape), reversed(self.stride), strict=True):
+            if size != 1 and step != expected:
+                return not self.numel
+            expected *= size
+        return True
+
+    @property
+    def reach(self) -> int:
+        """Elements of the storage from `offset` to the last one that the tensor uses."""
+        if not self.numel:
+            return 0
+        return 1 + sum((n - 1) * step for n, step in zip(self.shape, self.stride, strict=True))
+
+
+@dataclass(eq=False, slots=True)
+class Placeholder:
+    """An object that was not made. Takes whatever the pickle does to it."""
+
+    name: str
+    """The global that would have made it."""
+    arguments: tuple[Any, ...] = ()
+    state: Any = None
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        """Ignore an item, which an object of a subclass of dict would take."""
+
+    def append(self, value: Any) -> None:
+        """Ignore an item, which an object of a subclass of list would take."""
+
+    def extend(self, values: Iterable[Any]) -> None:
+        """Ignore items, as `append` does."""
+
+    def add(self, value: Any) -> None:
+        """Ignore an item, which an object of a subclass of set would take."""
+
+
+@dataclass(frozen=True, slots=True)
+class Global:
+    """A name that a pickle refers to: a class or a function. Nothing was imported."""
+
+    name: str
+
+
+# ------------------------------------------------------------------ the pickle
+
+
+_STORAGES = {
+    "torch.BoolStorage": "bool",
+    "torch.ByteStorage": "uint8",
+    "torch.CharStorage": "int8",
+    "torch.ShortStorage": "int16",
+    "torch.IntStorage": "int32",
+    "torch.LongStorage": "int64",
+    "torch.HalfStorage": "float16",
+    "torch.BFloat16Storage": "bfloat16",
+    "torch.FloatStorage": "float32",
+    "torch.DoubleStorage": "float64",
+    "torch.ComplexFloatStorage": "complex64",
+}
+
+
+def _tensor(
+    storage: Storage, offset: int, shape: Any, stride: Any, *rest: Any
+) -> TensorRef | Placeholder:
+    """Stand for `_rebuild_tensor` and `_rebuild_tensor_v2`; `rest` ends with their metadata."""
+    has_flags = len(rest) > 2 and bool(rest[2])  # a conjugated or negated view
+    if has_flags or storage.dtype is None:
+        return Placeholder("a conjugated or negated view" if has_flags else storage.type)
+    return TensorRef(storage, storage.dtype, offset, _sizes(shape), _sizes(stride))
+
+
+def _tensor_v3(
+    storage: Storage, offset: int, shape: Any, stride: Any, _grad: Any, _hooks: Any, dtype: Global
+) -> TensorRef | Placeholder:
+    """Stand for `_rebuild_tensor_v3`, which gives bytes a dtype that no storage has."""
+    known = DTYPES.get(dtype.name.removeprefix("torch."))
+    if known is None:
+        return Placeholder(dtype.name)
+    return TensorRef(storage, known, offset, _sizes(shape), _sizes(stride))
+
+
+def _sizes(values: Iterable[Any]) -> tuple[int, ...]:
+    sizes = tuple(values)
+    if not all(type(value) is int and 0 <= value < 1 << 62 for value in sizes):
+        raise ValueError(f"{sizes} are no sizes of a tensor")
+    return sizes
+
+
+def _from_type(function: Global, _type: Any, arguments: Sequence[Any], _state: Any) -> Any:
+    """Stand for `_rebuild_from_type_v2`: a tensor with attributes of its own, which are dropped."""
+    return _called(function, arguments, frozenset())
+
+
+def _encoded(text: str, encoding: str) -> bytes:
+    """Stand for `_codecs.encode`, the way in which protocol 2 writes bytes."""
+    if encoding not in {"latin1", "latin-1"}:
+        raise ValueError(f"bytes encoded as {encoding!r}")
+    return text.encode("latin-1")
+
+
+_CONSTRUCTORS: dict[str, Callable[..., Any]] = {
+    "torch._utils._rebuild_tensor": _tensor,
+    "torch._utils._rebuild_tensor_v2": _tensor,
+    "torch._utils._rebuild_tensor_v3": _tensor_v3,
+    "torch._utils._rebuild_parameter": lambda data, *_: data,
+    "torch._utils._rebuild_parameter_with_state": lambda data, *_: data,
+    "torch._tensor._rebuild_from_type_v2": _from_type,
+    "torch.Size": tuple,
+    "collections.OrderedDict": OrderedDict,
+    "__builtin__.set": set,
+    "builtins.set": set,
+    "_codecs.encode": _encoded,
+    "deepspeed.runtime.zero.config.ZeroStageEnum": int,
+}
+"""All that is really made, by the name of what would have been called."""
+
+_INERT = frozenset(
+    {
+        "__builtin__.bytearray",
+        "__builtin__.complex",
+        "__builtin__.frozenset",
+        "__builtin__.object",
+        "__builtin__.range",
+        "__builtin__.slice",
+        "__builtin__.xrange",
+        "argparse.Namespace",
+        "builtins.bytearray",
+        "builtins.complex",
+        "builtins.frozenset",
+        "builtins.object",
+        "builtins.range",
+        "builtins.slice",
+        "collections.Counter",
+        "collections.defaultdict",
+        "collections.deque",
+        "copy_reg._reconstructor",
+        "copyreg._reconstructor",
+        "datetime.date",
+        "datetime.datetime",
+        "datetime.time",
+        "datetime.timedelta",
+        "datetime.timezone",
+        "decimal.Decimal",
+        "deepspeed.runtime.zero.offload_config.OffloadDeviceEnum",
+        "fractions.Fraction",
+        "numpy._core.multiarray._reconstruct",
+        "numpy._core.multiarray.scalar",
+        "numpy.core.multiarray._reconstruct",
+        "numpy.core.multiarray.scalar",
+        "numpy.dtype",
+        "pathlib.Path",
+        "pathlib.PosixPath",
+        "pathlib.PurePath",
+        "pathlib.PurePosixPath",
+        "pathlib.PureWindowsPath",
+        "pathlib.WindowsPath",
+        "pathlib._local.Path",
+        "pathlib._local.PosixPath",
+        "pathlib._local.PurePosixPath",
+        "torch._utils._rebuild_device_tensor_from_numpy",
+        "torch._utils._rebuild_meta_tensor_no_storage",
+        "torch._utils._rebuild_qtensor",
+        "torch._utils._rebuild_sparse_tensor",
+        "torch._utils._rebuild_wrapper_subclass",
+        "torch.device",
+        "types.SimpleNamespace",
+        "uuid.UUID",
+    }
+)
+"""What may be called in a pickle, and becomes a `Placeholder`: values that training code keeps
+beside its weights, and tensors that cannot be read by ranges."""
+
+
+def _called(function: Any, arguments: Sequence[Any], allowed: frozenset[str]) -> Any:
+    """Return what stands for a call: a tensor, a plain value, a placeholder; or refuse."""
+    name = function.name if isinstance(function, Global) else f"a {type(function).__name__}"
+    if name in _CONSTRUCTORS:
+        return _CONSTRUCTORS[name](*arguments)
+    if name in _INERT or name in allowed:
+        return Placeholder(name, tuple(arguments))
+    raise UnsafePickleError(
+        f"its pickle calls {name}, which is no constructor of a tensor. Nothing was run. If the "
+        f"call belongs to the training code, allow_global={name!r} (--allow-global) reads past it."
+    )
+
+
+_PythonUnpickler: Any = pickle._Unpickler  # noqa: SLF001 -- see `_Reader`
+
+
+class _Reader(_PythonUnpickler):  # type: ignore[misc]  # the base is not typed
+    """Follows a pickle with no callable on the stack.
+
+    Built on the reader that the standard library has in Python: in the one in C an index in the
+    file decides how large its memo gets.
+    """
+
+    dispatch: ClassVar[dict[int, Any]] = dict(_PythonUnpickler.dispatch)
+    stack: list[Any]
+
+    def __init__(self, file: Any, allowed: frozenset[str], storages: dict[str, Storage]) -> None:
+        super().__init__(file, encoding="latin1")
+        self._allowed = allowed
+        self._storages = storages
+
+    def find_class(self, module: str, name: str) -> Any:
+        return Global(f"{module}.{name}")
+
+    def persistent_load(self, pid: Any) -> Any:
+        kind, storage_type, key, _location, numel, *view = pid
+        if kind != "storage" or (view and view[0] is not None):
+            raise ValueError(f"a persistent id of an unknown kind: {pid!r:.80}")
+        storage = Storage(str(key), storage_type.name, *_sizes((numel,)))
+        if self._storages.setdefault(storage.key, storage) != storage:
+            raise ValueError(f"storage {key} is described in two ways")
+        return storage
+
+    def _load_reduce(self) -> None:
+        arguments = self.stack.pop()
+        self.stack[-1] = _called(self.stack[-1], arguments, self._allowed)
+
+    def _load_newobj(self) -> None:
+        arguments = self.stack.pop()
+        self.stack[-1] = Placeholder(self.stack[-1].name, tuple(arguments))
+
+    def _load_newobj_ex(self) -> None:
+        self.stack.pop()
+        self._load_newobj()
+
+    def _load_build(self) -> None:
+        state = self.stack.pop()
+        made = self.stack[-1]
+        if isinstance(made, Placeholder):
+            made.state = state
+        elif not isinstance(made, OrderedDict):  # a state dict's `_metadata` is dropped
+            raise UnsafePickleError(f"its pickle sets the state of a {type(made).__name__}.")
+
+    def _refuse(self) -> None:
+        raise UnsafePickleError("its pickle uses opcodes that no torch.save writes.")
+
+    dispatch[pickle.REDUCE[0]] = _load_reduce
+    dispatch[pickle.NEWOBJ[0]] = _load_newobj
+    dispatch[pickle.NEWOBJ_EX[0]] = _load_newobj_ex
+    dispatch[pickle.BUILD[0]] = _load_build
+    for _opcode in (pickle.INST, pickle.OBJ, pickle.EXT1, pickle.EXT2, pickle.EXT4):
+        dispatch[_opcode[0]] = _refuse
+
+
+class _Bounded:
+    """The front of a file, for a reader that believes every length it finds."""
+
+    def __init__(self, file: BinaryIO, most_bytes: int) -> None:
+        self._file = file
+        self._left = most_bytes
+
+    def read(self, size: int) -> bytes:
+        if not 0 <= size <= self._left:
+            raise EOFError(f"{size} bytes are asked for where {self._left} may follow")
+        self._left -= size
+        return self._file.read(size)
+
+    def readinto(self, into: bytearray) -> int:
+        data = self.read(len(into))
+        into[: len(data)] = data
+        return len(data)
+
+    def readline(self) -> bytes:
+        line = self._file.readline(self._left)
+        self._left -= len(line)
+        return line
+
+
+def _follow(file: _Bounded, allowed: frozenset[str]) -> tuple[Any, Mapping[str, Storage]]:
+    """Return the object of one pickle, and the storages that it mentions by key."""
+    storages: dict[str, Storage] = {}
+    return _Reader(file, allowed, storages).load(), storages
+
+
+@lru_cache(maxsize=64)
+def _follow_bytes(data: bytes, allowed: frozenset[str]) -> Any:
+    """Return the object of one pickle. Those of many ranks are the same bytes."""
+    return _follow(_Bounded(io.BytesIO(data), len(data)), allowed)[0]
+
+
+@contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    """Turn whatever an untrusted pickle makes its reader raise into an error about the file."""
+    try:
+        yield
+    except UnsafePickleError as error:
+        raise UnsafePickleError(f"{path}: {error}") from None
+    except Exception as error:  # noqa: BLE001 -- it may be any
+        raise CorruptCheckpointError(
+            f"{path}: its pickle cannot be read ({type(error).__name__}: {error!s:.200}); the file "
+            "is damaged or was not written by torch.save."
+        ) from None
+
+
+# ------------------------------------------------------------------ the file
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """Where a storage's bytes lie in a file."""
+
+    start: int
+    """First byte, counted from the file's beginning; in a zip file that of its local header."""
+    size_bytes: int
+    crc32: int | None
+    """What the file says about its bytes; None in torch's old format, which says nothing."""
+
+
+@dataclass(frozen=True, eq=False)
+class TorchFile:
+    """One file that `torch.save` wrote. Holds no descriptor; may be read from any thread."""
+
+    path: Path
+    tree: Any = field(repr=False)
+    """The pickled object, tensors as `TensorRef`. Shared with equal files, so never changed."""
+    saved_as: str | None
+    """The name, without its suffix, under which torch wrote the file; None where it says none."""
+    _records: Mapping[str, Record] = field(repr=False)
+    _starts: dict[str, int] = field(default_factory=dict, repr=False)
+    """First byte of each record of a zip file that was asked for."""
+
+    def record(self, storage: Storage) -> Record:
+        """Return where a storage lies. Raises a `CorruptCheckpointError` when it is not there."""
+        record = self._records.get(storage.key)
+        if record is None or record.size_bytes != storage.size_bytes:
+            found = "nothing" if record is None else f"{record.size_bytes}"
+            raise CorruptCheckpointError(
+                f"{self.path}: expected {storage.size_bytes} bytes of storage {storage.key}, found "
+                f"{found}."
+            )
+        return record
+
+    def check(self, ref: TensorRef) -> None:
+        """Raise a `CorruptCheckpointError` for a tensor that does not lie in its storage."""
+        record = self.record(ref.storage)
+        end = (ref.offset + ref.reach) * ref.dtype.size_bytes
+        if len(ref.shape) != len(ref.stride) or ref.offset < 0 or end > record.size_bytes:
+            raise CorruptCheckpointError(
+                f"{self.path}: a tensor of shape {list(ref.shape)} ends at byte {end} of a storage "
+                f"of {record.size_bytes}."
+            )
+
+    def fingerprint(self, ref: TensorRef) -> tuple[Any, ...]:
+        """Return what is equal for equal tensors of two files, as far as is known unread."""
+        record = self.record(ref.storage)
+        return (record.crc32, record.size_bytes, ref.offset, ref.shape, ref.stride)
+
+    def read_into(self, into: memoryview, storage: Storage, start: int) -> None:
+        """Read bytes `[start, start + len(into))` of a storage.
+
+        Raises:
+            CorruptCheckpointError: they are not there.
+        """
+        record = self.record(storage)
+        if not 0 <= start <= start + len(into) <= record.size_bytes:
+            raise CorruptCheckpointError(f"{self.path}: storage {storage.key} is too short.")
+        read_exactly(self.path, into, self._start(storage.key, record) + start)
+
+    def _start(self, key: str, record: Record) -> int:
+        if record.crc32 is None:
+            return record.start
+        if key not in self._starts:
+            self._starts[key] = _data_start(self.path, record)
+        return self._starts[key]
+
+
+def read_exactly(path: Path, into: memoryview, position: int) -> None:
+    """Fill `into` from a position of a file. Opens it each time: folders have thousands of files.
+
+    Raises:
+        CorruptCheckpointError: the file ends before that.
+    """
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        while into:
+            count = os.preadv(descriptor, [into], position)
+            if count == 0:
+                raise CorruptCheckpointError(f"{path} ends at byte {position}: it was cut short.")
+            into = into[count:]
+            position += count
+    finally:
+        os.close(descriptor)
+
+
+def load(path: Path, allowed: frozenset[str] = frozenset()) -> TorchFile:
+    """Read a file's directory and its pickle, whose CRC-32 is checked. Reads no tensor.
+
+    Args:
+        path: what `torch.save` wrote, in its zip format or the one before torch 1.6.
+        allowed: names of globals whose calls become placeholders too. Nothing is called.
+
+    Raises:
+        CorruptCheckpointError: it is no such file, or is damaged.
+        UnsafePickleError: its pickle would call something else than constructors of tensors.
+    """
+    with path.open("rb") as file:
+        front = file.read(64)
+        if front.startswith(b"PK"):
+            return _load_zip(path, file, allowed)
+        if front.startswith(_OLD_MAGIC):
+            return _load_old(path, file, allowed)
+    if not front:
+        raise CorruptCheckpointError(f"{path} is empty; expected a file that torch.save wrote.")
+    if front.startswith(b"version https://git-lfs"):
+        raise CorruptCheckpointError(
+            f"{path} is a Git LFS pointer, not the file itself; fetch it with: git lfs pull"
+        )
+    raise CorruptCheckpointError(
+        f"{path} does not begin like a file that torch.save wrote, but with {front[:8]!r}."
+    )
+
+
+_LOCAL_HEADER = struct.Struct("<4s22xHH")
+"""Signature, 22 bytes that the directory has too, and the lengths of name and extra field. PKWARE's
+APPNOTE.TXT, 4.3.7."""
+
+
+def _data_start(path: Path, record: Record) -> int:
+    """Return where the bytes begin that a zip record's local header stands before."""
+    header = bytearray(_LOCAL_HEADER.size)
+    read_exactly(path, memoryview(header), record.start)
+    signature, name_bytes, extra_bytes = _LOCAL_HEADER.unpack(header)
+    if signature != b"PK\x03\x04":
+        raise CorruptCheckpointError(f"{path} has no zip record at byte {record.start}.")
+    return record.start + _LOCAL_HEADER.size + int(name_bytes) + int(extra_bytes)
+
+
+def _load_zip(path: Path, file: BinaryIO, allowed: frozenset[str]) -> TorchFile:
+    try:
+        with zipfile.ZipFile(file) as archive:
+            entries = archive.infolist()
+    except (zipfile.BadZipFile, ValueError, OSError, NotImplementedError, struct.error) as error:
+        raise CorruptCheckpointError(
+            f"{path} is not a whole file of torch.save ({error}); it was cut short or damaged."
+        ) from None
+    tops = {e.filename.split("/")[0] for e in entries if e.filename.endswith("/data.pkl")}
+    if len(tops) != 1:
+        raise CorruptCheckpointError(f"{path} is a zip file, but torch.save did not write it.")
+    (top,) = tops
+    records: dict[str, Record] = {}
+    for entry in entries:
+        name = entry.filename.removeprefix(f"{top}/")
+        if name in records or entry.compress_type != zipfile.ZIP_STORED:
+            raise CorruptCheckpointError(
+                f"{path}: its record {entry.filename!r} is compressed or there twice, which "
+                "torch.save never does."
+            )
+        records[name] = Record(entry.header_offset, entry.file_size, entry.CRC)
+    if _small(path, records.get("byteorder"), b"little") != b"little":
+        raise CorruptCheckpointError(f"{path} was written on a big-endian machine.")
+    data = _small(path, records["data.pkl"], b"")
+    with _explained(path):
+        tree = _follow_bytes(data, allowed)
+    storages = {name[5:]: r for name, r in records.items() if name.startswith("data/")}
+    return TorchFile(path, tree, top, storages)
+
+
+def _small(path: Path, record: Record | None, default: bytes) -> bytes:
+    """Return a record's bytes, checked, or the default where there is none."""
+    if record is None:
+        return default
+    if record.size_bytes > MAX_PICKLE_BYTES:
+        raise CorruptCheckpointError(f"{path} has a pickle of {record.size_bytes:,} bytes.")
+    data = bytearray(record.size_bytes)
+    read_exactly(path, memoryview(data), _data_start(path, record))
+    if crc32(data) != record.crc32:
+        raise CorruptCheckpointError(
+            f"{path}: its pickle has CRC-32 {crc32(data):08x} where the file's directory says "
+            f"{record.crc32:08x}; it was damaged after it was saved."
+        )
+    return bytes(data)
+
+
+_MAGIC = 0x1950A86A20F9469CFC6C
+_OLD_MAGIC = pickle.dumps(_MAGIC, protocol=2)
+"""What a file of torch before 1.6 begins with: torch/serialization.py, `MAGIC_NUMBER`."""
+
+
+def _load_old(path: Path, file: BinaryIO, allowed: frozenset[str]) -> TorchFile:
+    """Read the format before torch 1.6: five pickles, then the storages one behind the other."""
+    size_bytes = file.seek(0, os.SEEK_END)
+    file.seek(0)
+    front = _Bounded(file, min(size_bytes, MAX_PICKLE_BYTES))
+    with _explained(path):
+        _magic, _version, system = (_follow(front, allowed)[0] for _ in range(3))
+        tree, storages = _follow(front, allowed)
+        keys = [str(key) for key in _follow(front, allowed)[0]]
+        if not system["little_endian"] or set(keys) != set(storages):
+            raise ValueError("its storages are not those that it lists, or are big-endian")
+    records: dict[str, Record] = {}
+    position = file.tell()
+    for key in keys:
+        numel = bytearray(8)
+        read_exactly(path, memoryview(numel), position)
+        storage, found = storages[key], int.from_bytes(numel, "little")
+        if found != storage.numel:
+            raise CorruptCheckpointError(
+                f"{path}: storage {key} has {found} elements where its pickle says {storage.numel}."
+            )
+        records[key] = Record(position + 8, storage.size_bytes, None)
+        position += 8 + storage.size_bytes
+    if position != size_bytes:
+        raise CorruptCheckpointError(
+            f"{path} has {size_bytes} bytes where its storages end at {position}."
+        )
+    return TorchFile(path, tree, None, records)
+
+
+# ------------------------------------------------------------------ checksums
+
+
+@dataclass(slots=True)
+class _Parts:
+    """What was read of one record: disjoint ranges with their CRC-32, neighbours joined."""
+
+    file: TorchFile
+    storage: Storage
+    by_start: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """Start to (end, CRC-32)."""
+    by_end: dict[int, int] = field(default_factory=dict)
+    """End to start."""
+
+    def add(self, start: int, end: int, crc: int) -> None:
+        """Add a range, joined with those that it touches."""
+        before = self.by_end.pop(start, None)
+        if before is not None:
+            crc = crc32_combine(self.by_start.pop(before)[1], crc, end - start)
+            start = before
+        if end in self.by_start:
+            after_end, after_crc = self.by_start.pop(end)
+            crc = crc32_combine(crc, after_crc, after_end - end)
+            end = after_end
+        self.by_start[start] = (end, crc)
+        self.by_end[end] = start
+
+
+class Checksums:
+    """The CRC-32 of records, put together from the parts that threads read in any order.
+
+    Each part may be noted once. Memory: a few ranges a record, as long as neighbours are read
+    about the same time.
+    """
+
+    def __init__(self) -> None:
+        """Know nothing yet."""
+        self._records: dict[tuple[Path, str], _Parts] = {}
+        self._lock = threading.Lock()
+
+    def note(self, file: TorchFile, storage: Storage, start: int, data: memoryview) -> None:
+        """Take note of the bytes that were read from `start` of a storage."""
+        if file.record(storage).crc32 is None or not data:
+            return
+        crc = crc32(data)
+        with self._lock:
+            key = (file.path, storage.key)
+            parts = self._records.setdefault(key, _Parts(file, storage))
+            parts.add(start, start + len(data), crc)
+
+    def unread(self) -> Iterator[tuple[TorchFile, Storage, int, int]]:
+        """Yield what was not read of the records that were read in part, as byte ranges."""
+        for parts in self._records.values():
+            position = 0
+            for start, (end, _) in sorted(parts.by_start.items()):
+                if start > position:
+                    yield parts.file, parts.storage, position, start
+                position = end
+            if position < parts.storage.size_bytes:
+                yield parts.file, parts.storage, position, parts.storage.size_bytes
+
+    def verify(self) -> None:
+        """Compare the records that were read as a whole with what their files say.
+
+        Raises:
+            CorruptCheckpointError: one differs.
+        """
+        for parts in self._records.values():
+            end, found = parts.by_start.get(0, (0, 0))
+            expected = parts.file.record(parts.storage).crc32
+            if end == parts.storage.size_bytes and found != expected:
+                raise CorruptCheckpointError(
+                    f"{parts.file.path}: storage {parts.storage.key} ({end:,} bytes) has CRC-32 "
+                    f"{found:08x} where the file says {expected:08x}; it was damaged after it was "
+                    "saved. Take another copy."
+                )
