@@ -73,11 +73,12 @@ def chunks(start: int, end: int, element_bytes: int) -> Iterator[tuple[int, int]
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors of one dtype and size hold the same bits (NaN equals the same NaN)."""
-    return torch.equal(_as_bits(one), _as_bits(other))
+    return torch.equal(as_bits(one), as_bits(other))
 
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def _as_bits(tensor: Tensor) -> Tensor:
+def as_bits(tensor: Tensor) -> Tensor:
+    """Return the elements, flattened, as integers of their size: equal where their bits are."""
     return tensor.detach().reshape(-1).view(_BITS.get(tensor.element_size(), torch.uint8))

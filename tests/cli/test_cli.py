@@ -102,7 +102,11 @@ def write_eval(folder, monkeypatch, name, body):
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--help"], ["--version"], ["inspect", "--help"], ["verify", "--help"], ["demo", "--help"]],
+    [
+        ["--help"],
+        ["--version"],
+        *([verb, "--help"] for verb in ("inspect", "verify", "diff", "demo")),
+    ],
 )
 def test_neither_torch_nor_deepspeed_is_imported_to_answer(arguments):
     code = f"""
@@ -126,7 +130,7 @@ def test_python_m_runs_it():
     assert done.stdout == f"zckpt {zckpt.__version__}\n"
 
 
-@pytest.mark.parametrize("verb", ["inspect", "verify", "demo"])
+@pytest.mark.parametrize("verb", ["inspect", "verify", "diff", "demo"])
 def test_help_gives_examples_and_exit_codes(run, verb):
     code, out, _ = run(verb, "--help")
     assert code == 0
@@ -158,7 +162,7 @@ EXIT_CODES = {
 
 @pytest.mark.parametrize("kind", EXIT_CODES)
 def test_a_known_exception_is_two_lines_and_a_code(run, monkeypatch, kind):
-    def fail(_):
+    def fail(*_, **__):
         raise kind("what [red]went[/red] wrong")
 
     monkeypatch.setattr("zckpt.verbs.inspect.inspect", fail)
@@ -178,7 +182,7 @@ def test_the_traceback_is_shown_on_request(run, monkeypatch, tmp_path):
 
 
 def test_an_unknown_exception_is_shown_and_told_apart_from_a_difference(monkeypatch, capsys):
-    def fail(_):
+    def fail(*_, **__):
         raise ZeroDivisionError
 
     monkeypatch.setattr("zckpt.verbs.inspect.inspect", fail)

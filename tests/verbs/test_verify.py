@@ -12,7 +12,7 @@ from safetensors import safe_open
 from torch import nn
 
 import zckpt
-from zckpt.errors import NotACheckpointError, UsageError
+from zckpt.errors import CorruptCheckpointError, NotACheckpointError, UsageError
 from zckpt.manifest import MANIFEST_NAME, RUN_NAME
 from zckpt.plan import INDEX_NAME
 
@@ -406,6 +406,188 @@ def test_an_infinite_loss_equals_itself(tmp_path):
     assert zckpt.verify(tmp_path / "inf", eval_fn=lambda path: math.inf).is_fine
     assert not zckpt.verify(tmp_path / "inf", eval_fn=lambda path: -math.inf).is_fine
     assert not zckpt.verify(tmp_path / "inf", eval_fn=lambda path: 1.0, rtol=0.5).is_fine
+
+
+# ------------------------------------------------------------------ without digests
+
+
+def test_tensors_without_digests_are_counted_and_not_checked(folder):
+    def forget(tree):
+        for record in tree["tensors"][:2]:
+            record["digest"] = None
+
+    edit_json(folder / MANIFEST_NAME, forget)
+    stored = len(safetensors.torch.load_file(folder / ONE))
+    report = zckpt.verify(folder)
+    assert report.is_fine
+    assert report.tensors_checked == stored - 2
+    assert report.notes == ("2 tensors were written without digests; their bytes were not checked",)
+    assert zckpt.verify(folder, headers_only=True).notes == ()
+
+
+# ------------------------------------------------------------------ against what it was made from
+
+
+LLAMA = "z3-w2-llama-tied-fp16-0198"
+
+
+def state(**changes):
+    """The model's tensors by name, under each name one of their own."""
+    return {n: t.detach().clone() for n, t in Model().state_dict().items()} | changes
+
+
+def stored(tensors, path):
+    path.mkdir()
+    safetensors.torch.save_file(tensors, path / ONE)
+    return path
+
+
+def test_against_its_own_values_it_is_fine(folder, tmp_path):
+    tensors = state()
+    report = zckpt.verify(folder, against=stored(tensors, tmp_path / "source"))
+    assert report.is_fine
+    assert report.against == tmp_path / "source"
+    assert report.tensors_compared == len(tensors)  # the tied one with either of its copies
+    assert zckpt.verify(folder, against=folder).tensors_compared == len(tensors) - 1
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_against_wider_values_they_are_rounded_once(tmp_path, dtype):
+    zckpt.save_consolidated(Model(), tmp_path / "cast", dtype=dtype)
+    source = stored(state(), tmp_path / "source")
+    report = zckpt.verify(tmp_path / "cast", against=source)
+    assert report.is_fine
+    assert any(
+        f"float32 values cast to {'bfloat16' if dtype == 'bf16' else 'float16'}" in n
+        for n in report.notes
+    )
+    nearly = state()["mid.weight"].view(-1)
+    nearly[3] *= 1.02
+    source = stored(state(**{"mid.weight": nearly.view(4, 4)}), tmp_path / "nearly")
+    found = findings(tmp_path / "cast", against=source)
+    assert list(found) == [("differs", "mid.weight")]
+    assert found["differs", "mid.weight"].startswith("1 of 16 elements are not those of SRC")
+
+
+def test_against_a_zero_folder(zero_folder, tmp_path):
+    """What DeepSpeed itself trained with is its masters, rounded."""
+    source = zero_folder(LLAMA)
+    for name, tensors in (("masters", source.expected), ("live", source.live)):
+        out = stored({n: t.clone() for n, t in tensors.items()}, tmp_path / name)
+        report = zckpt.verify(out, against=source.ckpt)
+        assert report.is_fine
+        assert report.against == source.ckpt / "global_step3"
+        assert report.tensors_compared == len(tensors)
+    assert zckpt.verify(out, against=source.ckpt, tag="global_step3").is_fine
+    with pytest.raises(NotACheckpointError, match="no_such_step"):
+        zckpt.verify(out, against=source.ckpt, tag="no_such_step")
+    live = {n: t.clone() for n, t in source.live.items()}
+    live["model.norm.weight"].view(torch.int16)[5] ^= 1
+    out = stored(live, tmp_path / "flipped")
+    assert list(findings(out, against=source.ckpt)) == [("differs", "model.norm.weight")]
+
+
+@pytest.mark.parametrize(
+    "changes, what",
+    [
+        ({"mid.bias": torch.zeros(4)}, "4 of 4 elements are not those of SRC: max abs"),
+        ({"mid.bias": torch.zeros(5)}, "shape [4], [5] in SRC"),
+        ({"mid.bias": torch.zeros(4, dtype=torch.int32)}, "float32, int32 in SRC"),
+        ({"steps": torch.tensor(8)}, "1 of 1 elements are not those of SRC: max abs 1,"),
+        ({"more": torch.zeros(1)}, "in SRC, not here"),
+    ],
+)
+def test_against_something_else(folder, tmp_path, changes, what):
+    source = stored(state(**changes), tmp_path / "source")
+    (name,) = changes
+    found = findings(folder, against=source)
+    assert list(found) == [("differs", name)]
+    assert found["differs", name].startswith(what)
+
+
+def test_a_shared_tensor_is_one_finding(folder, tmp_path):
+    other = Model()
+    with torch.no_grad():
+        other.embed.weight[0, 0] += 1.0
+    zckpt.save_consolidated(other, tmp_path / "other")
+    report = zckpt.verify(folder, against=tmp_path / "other")
+    assert [finding.where for finding in report.findings] == ["embed.weight"]
+
+
+def test_against_less_than_it_has(folder, tmp_path):
+    tensors = state()
+    del tensors["steps"]
+    found = findings(folder, against=stored(tensors, tmp_path / "source"))
+    assert found == {("differs", "steps"): "here, not in SRC"}
+
+
+def test_what_the_manifest_says_was_left_out_may_be_missing(folder, tmp_path):
+    source = stored(state(more=torch.zeros(1)), tmp_path / "source")
+    left = {"name": "more", "reason": "not asked for"}
+    edit_json(folder / MANIFEST_NAME, lambda tree: tree.update(left_out=[left]))
+    report = zckpt.verify(folder, against=source)
+    assert report.is_fine
+    assert "left out, as the manifest says: more" in report.notes
+
+
+def test_a_tie_has_to_be_there_where_both_record_ties(folder, tmp_path):
+    untied = Model()
+    untied.head.weight = nn.Parameter(untied.embed.weight.detach().clone())
+    zckpt.save_consolidated(untied, tmp_path / "untied")
+    one, two = ("differs", "embed.weight"), "one tensor with head.weight"
+    assert findings(folder, against=tmp_path / "untied") == {one: f"{two} here only"}
+    assert findings(tmp_path / "untied", against=folder) == {one: f"{two} in SRC only"}
+
+
+def test_a_damaged_tensor_is_found_against_its_source_too(folder, tmp_path):
+    flip(folder / ONE, -1)
+    kinds = [kind for kind, _ in findings(folder)]
+    report = zckpt.verify(folder, against=stored(state(), tmp_path / "source"))
+    assert kinds == ["corrupt"]
+    assert [finding.kind for finding in report.findings] == ["corrupt", "differs"]
+
+
+def test_a_folder_without_a_manifest_is_compared_with_its_source(tmp_path):
+    out, source = (stored(state(), tmp_path / name) for name in ("out", "source"))
+    report = zckpt.verify(out, against=source)
+    assert report.is_fine
+    assert (report.has_manifest, report.tensors_compared) == (False, len(state()))
+
+
+def test_comparing_writes_nothing(folder, zero_folder):
+    source = zero_folder(LLAMA).ckpt
+    before = {p: p.stat().st_mtime_ns for top in (folder, source) for p in top.rglob("*")}
+    zckpt.verify(folder, against=source)
+    after = {p: p.stat().st_mtime_ns for top in (folder, source) for p in top.rglob("*")}
+    assert after == before
+
+
+def test_progress_counts_both_sides(folder, tmp_path):
+    calls = []
+    source = stored(state(), tmp_path / "source")
+    report = zckpt.verify(folder, against=source, progress=lambda *call: calls.append(call))
+    total = report.bytes_checked + report.bytes_compared
+    assert calls[-1] == (total, total)
+    assert {whole for _, whole in calls} == {total}
+    assert [done for done, _ in calls] == sorted(done for done, _ in calls)
+
+
+@pytest.mark.parametrize(
+    "options, what", [({"tag": "step"}, "against"), ({"headers_only": True}, "headers_only")]
+)
+def test_what_does_not_go_with_against_is_refused(folder, options, what):
+    against = {} if "tag" in options else {"against": folder}
+    with pytest.raises(UsageError, match=what):
+        zckpt.verify(folder, **options, **against)
+
+
+def test_a_source_that_cannot_be_read_is_an_error_and_no_finding(folder, tmp_path):
+    source = stored(state(), tmp_path / "source")
+    (source / ONE).write_bytes((source / ONE).read_bytes()[:-1])
+    with pytest.raises(CorruptCheckpointError, match="source"):
+        zckpt.verify(folder, against=source)
+    with pytest.raises(NotACheckpointError):
+        zckpt.verify(folder, against=tmp_path / "nowhere")
 
 
 # ------------------------------------------------------------------ refusals

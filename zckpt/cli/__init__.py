@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from zckpt import __version__
-from zckpt.cli import demo, inspect, verify
+from zckpt.cli import convert, demo, diff, inspect, verify
 from zckpt.cli.errors import CRASHED, EXIT_CODES, KNOWN, report
 
 app = typer.Typer(
@@ -23,7 +23,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-for _verb in (inspect, verify, demo):
+for _verb in (convert, inspect, verify, diff, demo):
     app.command(
         _verb.__name__.rpartition(".")[2],
         epilog="\n\n".join(("Examples:", *_verb.EXAMPLES, EXIT_CODES)),

@@ -12,6 +12,8 @@ from zckpt.cli.output import stderr
 FINE, DIFFERS, USAGE, CORRUPT = range(4)
 CRASHED = 70
 """A bug, told apart from "differs" (Python itself would exit with 1); sysexits.h: EX_SOFTWARE."""
+INTERRUPTED = 130
+"""Ctrl-C, as a shell says it: 128 and the number of the signal."""
 
 EXIT_CODES = (
     "Exit codes: 0 fine, 1 a check found a difference, 2 usage error, "
@@ -29,11 +31,19 @@ class Meaning:
 
 _MEANINGS: dict[type[Exception], Meaning] = {
     errors.NotACheckpointError: Meaning(
-        CORRUPT, "name a folder that zckpt wrote, a Hugging Face folder or a .safetensors file"
+        CORRUPT, "name a folder of zckpt, Hugging Face or DeepSpeed ZeRO, or a .safetensors file"
     ),
     errors.ManifestVersionError: Meaning(CORRUPT, "pip install --upgrade zckpt"),
+    errors.UnsafePickleError: Meaning(
+        CORRUPT, "ask who made the file; --allow-global NAME is for calls of your own training code"
+    ),
+    errors.MissingParametersError: Meaning(
+        CORRUPT, "save_consolidated saves them from the live model; else use the option above"
+    ),
     errors.CorruptCheckpointError: Meaning(
-        CORRUPT, "zckpt verify PATH says all that is wrong; then take another copy or checkpoint"
+        CORRUPT,
+        "zckpt verify PATH says all that is wrong with a folder of safetensors; of a ZeRO folder "
+        "take another copy or another --tag",
     ),
     PermissionError: Meaning(CORRUPT, "get permission for what is named above"),
     errors.SpecMismatchError: Meaning(DIFFERS, "zckpt inspect PATH shows what a checkpoint holds"),

@@ -19,6 +19,7 @@ EXAMPLES = (
     "zckpt inspect out/checkpoint-500",
     "zckpt inspect out/checkpoint-500 --depth 3",
     "zckpt inspect model.safetensors --json",
+    "zckpt inspect checkpoints/run --tag global_step500",
 )
 
 
@@ -26,10 +27,18 @@ def command(
     path: Annotated[
         Path,
         typer.Argument(
-            metavar="PATH", help="A zckpt or Hugging Face safetensors folder, or one such file."
+            metavar="PATH",
+            help="A zckpt or Hugging Face safetensors folder, one such file, or a ZeRO folder.",
         ),
     ],
     *,
+    tag: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TAG",
+            help="Which checkpoint of a ZeRO folder; without it the one that `latest` names.",
+        ),
+    ] = None,
     depth: Annotated[
         int, typer.Option(min=1, help="Levels of the tree to show; what lies below is counted.")
     ] = 8,
@@ -39,14 +48,21 @@ def command(
     """Show what a checkpoint is and what is in it, without reading a tensor.
 
     Layers that are alike are shown once. --json lists everything.
+
+    A ZeRO folder is shown as `zckpt convert` would write it, with fp32 masters.
+    Nothing in its pickles is run.
     """
     from zckpt.verbs.inspect import inspect
 
-    inspection = inspect(path)
-    if inspection.manifest is None:
-        note = "no manifest: origins, buffers and evaluation are not known"
-        print_notes((note,), quiet=quiet)
+    inspection = inspect(path, tag=tag)
+    print_notes((*_unknown(inspection), *inspection.notes), quiet=quiet)
     (_print_document if as_json else _print)(inspection, depth)
+
+
+def _unknown(inspection: "Inspection") -> Iterator[str]:
+    """Yield what a manifest would say, of a folder that could have one."""
+    if inspection.manifest is None and not inspection.facts:
+        yield "no manifest: origins, buffers and evaluation are not known"
 
 
 def _print_document(inspection: "Inspection", _: int) -> None:
@@ -68,6 +84,8 @@ def _print_document(inspection: "Inspection", _: int) -> None:
                 for spec in inspection.tensors
             ],
             "aliases": inspection.aliases,
+            "facts": inspection.facts,
+            "notes": inspection.notes,
             "manifest": inspection.manifest,
         }
     )
@@ -93,6 +111,7 @@ def _facts(inspection: "Inspection") -> Iterator[tuple[str, str]]:
     yield "tensors", f"{stored}, {size} in {files} ({', '.join(dtypes)})"
     if inspection.aliases:
         yield "aliases", f"{count(len(inspection.aliases), 'more name')}, marked ->"
+    yield from inspection.facts.items()
     manifest = inspection.manifest
     if manifest is None:
         return

@@ -17,6 +17,7 @@ from rich.progress import (
     SpinnerColumn,
     TextColumn,
     TimeElapsedColumn,
+    TimeRemainingColumn,
     TransferSpeedColumn,
 )
 
@@ -75,13 +76,17 @@ def loss_document(loss: float | None) -> dict[str, str] | None:
 
 @contextlib.contextmanager
 def byte_bar(what: str, *, quiet: bool) -> Iterator[Callable[[int, int], None]]:
-    """Yield a callback for (bytes done, bytes in all) that shows a bar, on a terminal only."""
+    """Yield a callback for (bytes done, bytes in all) that shows a bar, on a terminal only.
+
+    With the rate and the time left; work of a second shows nothing.
+    """
     console = stderr()
     bar = Progress(
         TextColumn(what),
         BarColumn(),
         DownloadColumn(),
         TransferSpeedColumn(),
+        TimeRemainingColumn(compact=True),
         console=console,
         transient=True,
         redirect_stdout=False,

@@ -37,6 +37,7 @@ EXAMPLES = (
     "zckpt verify out/checkpoint-500",
     "zckpt verify out/checkpoint-500 --eval my_eval:held_out_loss --rtol 1e-6",
     "zckpt verify out/checkpoint-500 --headers-only --json",
+    "zckpt verify out/checkpoint-500 --against checkpoints/run --tag global_step500",
 )
 
 Verdict = Literal["fine", "differs", "corrupt"]
@@ -68,19 +69,48 @@ def command(
     rtol: Annotated[
         float, typer.Option(help="Largest difference of the losses, relative to the recorded one.")
     ] = 0.0,
+    against: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="SRC",
+            help="Compare names, shapes and every value with what PATH was made from: a ZeRO, "
+            "zckpt or Hugging Face folder. Nothing is written.",
+        ),
+    ] = None,
+    tag: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TAG",
+            help="Which checkpoint of SRC, a ZeRO folder; without it the one that `latest` names.",
+        ),
+    ] = None,
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
-    """Compare a checkpoint with its manifest, its index and itself, and report every difference."""
+    """Compare a checkpoint with its manifest, its index and itself, and report every difference.
+
+    With --against SRC compare it with what it was made from, too: values have to
+    be those of SRC, floating ones rounded once to the dtype in PATH, bit by bit.
+    """
     if rtol and eval_name is None:
         raise UsageError("--rtol is about the loss; it needs --eval MODULE:FUNCTION.")
+    if tag is not None and against is None:
+        raise UsageError("--tag is about SRC; it needs --against SRC.")
+    if headers_only and against is not None:
+        raise UsageError("--headers-only reads no values, and --against compares them.")
     evaluation = None if eval_name is None else _Evaluation(eval_name, quiet=quiet)
     from zckpt.verbs.verify import verify
 
     start = time.perf_counter()
-    with byte_bar("hashing", quiet=quiet) as advance:
+    with byte_bar("reading", quiet=quiet) as advance:
         report = verify(
-            path, headers_only=headers_only, eval_fn=evaluation, rtol=rtol, progress=advance
+            path,
+            headers_only=headers_only,
+            eval_fn=evaluation,
+            rtol=rtol,
+            against=against,
+            tag=tag,
+            progress=advance,
         )
     seconds = time.perf_counter() - start - (evaluation.seconds if evaluation else 0.0)
     print_notes(report.notes, quiet=quiet)
@@ -146,6 +176,9 @@ def _print_document(report: "VerifyReport", seconds: float) -> None:
             "files_checked": report.files_checked,
             "tensors_checked": report.tensors_checked,
             "bytes_checked": report.bytes_checked,
+            "against": report.against,
+            "tensors_compared": report.tensors_compared,
+            "bytes_compared": report.bytes_compared,
             "seconds": round(seconds, 3),
             "recorded_loss": loss_document(report.recorded_loss),
             "loss": loss_document(report.loss),
@@ -156,8 +189,8 @@ def _print_document(report: "VerifyReport", seconds: float) -> None:
 
 def _print(report: "VerifyReport", seconds: float) -> None:
     console = stdout()
-    if report.has_manifest:
-        console.print(_checked(report, seconds))
+    if report.has_manifest or report.against is not None:
+        console.print(_checked(report, seconds), soft_wrap=True)
     if report.loss is not None and report.recorded_loss is not None:
         now, then = report.loss, report.recorded_loss
         console.print(f"loss now       {now!r}  {now.hex()}")
@@ -173,7 +206,7 @@ def _print(report: "VerifyReport", seconds: float) -> None:
     found = count(len(report.findings), "finding")
     said = {
         "fine": "all that was compared agrees"
-        if report.has_manifest
+        if report.has_manifest or report.against is not None
         else "headers and index agree; without a manifest nothing else can be compared",
         "differs": found,
         "corrupt": f"{found}; take another copy or checkpoint",
@@ -185,15 +218,18 @@ def _print(report: "VerifyReport", seconds: float) -> None:
 
 
 def _checked(report: "VerifyReport", seconds: float) -> str:
-    files = count(report.files_checked, "file")
-    if not report.tensors_checked:
-        return f"{files} compared, no tensor hashed"
-    text = (
-        f"{files} compared, {count(report.tensors_checked, 'tensor')} hashed, "
-        f"{human(report.bytes_checked)} in {seconds:.2f} s"
-    )
-    is_telling = report.bytes_checked > 10_000_000
-    return text + (f" ({report.bytes_checked / seconds / 1e9:.2f} GB/s)" if is_telling else "")
+    parts = [f"{count(report.files_checked, 'file')} compared"]
+    read_bytes = report.bytes_checked + report.bytes_compared
+    if report.tensors_checked or report.against is None:
+        hashed = count(report.tensors_checked, "tensor") if report.tensors_checked else "no tensor"
+        parts.append(f"{hashed} hashed")
+    if report.against is not None:
+        tensors = count(report.tensors_compared, "tensor")
+        parts.append(f"{tensors} compared with {report.against}")
+    if read_bytes:
+        parts.append(f"{human(read_bytes)} in {seconds:.2f} s")
+    is_telling = read_bytes > 10_000_000
+    return ", ".join(parts) + (f" ({read_bytes / seconds / 1e9:.2f} GB/s)" if is_telling else "")
 
 
 def _shorten_digests(text: str) -> str:

@@ -57,7 +57,7 @@ class ZeroFolder(Checkpoint):
         self.path = files.folder
         self.files = files
         self.tag = tag
-        self.kind = f"ZeRO folder, stage {files.stage},"
+        self.kind = f"ZeRO stage {files.stage} folder"
         self.manifest = None
         contents = _Contents(files)
         self.entries: tuple[ZeroEntry, ...] = tuple(contents.entries())
@@ -65,6 +65,8 @@ class ZeroFolder(Checkpoint):
         self.specs = {name: entry.spec for name, entry in self._by_name.items()}
         self.aliases = {a: e.group.owner for e in self.entries for a in e.group.aliases}
         self.removed_prefix = contents.removed_prefix
+        self.spelled = {clean: name for name, clean in contents.clean.items()}
+        """How the module spells each name, with the segments of wrappers."""
         self.left_out = tuple(contents.left_out)
         self.missing = tuple(contents.missing)
         """Names of parameters that the module has and whose values are nowhere in the folder."""
@@ -121,12 +123,13 @@ class ZeroFolder(Checkpoint):
     @property
     def facts(self) -> Mapping[str, str]:  # type: ignore[override]
         """What it says about the run that saved it."""
-        return {
+        known = {
             "tag": self.tag,
-            "step": str(self.global_step),
-            "ranks": str(self.files.world_size),
-            "deepspeed": str(self.deepspeed_version),
+            "step": self.global_step,
+            "ranks": self.files.world_size,
+            "deepspeed": self.deepspeed_version,
         }
+        return {key: str(value) for key, value in known.items() if value is not None}
 
     def read(self, name: str, start: int, end: int) -> Tensor:
         """Return elements `[start, end)` of the flattened tensor, in new memory."""

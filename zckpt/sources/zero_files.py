@@ -198,19 +198,18 @@ def read_files(folder: Path, allowed: frozenset[str] = frozenset()) -> ZeroFiles
         for name in names
         if name.endswith("_states.pt") and not any(p.fullmatch(name) for p in (_OPTIMIZER, _MODEL))
     ]
-    is_stage_3 = None not in model_names and bool(model_names)
-    if None in model_names and len(model_names) > 1:
-        stale = [name for rank, name in model_names.items() if rank is not None]
-        if 0 in model_names:
-            raise CorruptCheckpointError(
-                f"{folder} holds {model_names[None]} and {stale[0]}: the model files of a run of "
-                "stage 3 and of one of another stage. Move those of the one away."
-            )
     if not model_names:
         raise CorruptCheckpointError(
             f"{folder} holds no *_model_states.pt, which have the names and shapes; the optimizer "
             "files alone are no checkpoint."
         )
+    if None in model_names and len(model_names) > 1:
+        one, other = list(model_names.values())[:2]
+        raise CorruptCheckpointError(
+            f"{folder} holds {one} and {other}: model files of a run of stage 3 and of one of "
+            "another stage. Move those of the one away."
+        )
+    is_stage_3 = None not in model_names
     first = 0 if is_stage_3 else None
     model_0 = _load(folder, model_names, first, allowed)
     if not optimizer_names:
@@ -421,14 +420,14 @@ def _check_together(files: ZeroFiles) -> None:
     _compare(
         files.optimizers, "partition_count", lambda f: optimizer_state(f).get("partition_count")
     )
-    _compare(files.optimizers, "sizes of its flat groups", _group_sizes(files))
+    _compare(files.optimizers, "list of flat groups' sizes", _group_sizes(files))
     everything = (*files.models, *files.optimizers)
     _compare(everything, "DeepSpeed version", lambda f: f.tree.get("ds_version"))
     _compare(everything, "configuration", lambda f: _plain(f.tree.get("ds_config")))
-    _compare(files.optimizers, "steps of its optimizer", _steps)
+    _compare(files.optimizers, "optimizer's progress", _steps)
     for key in ("global_steps", "dp_world_size", "param_shapes", "frozen_param_shapes"):
         _compare(files.models, key, lambda f, key=key: f.tree.get(key))
-    _compare(files.models, "names of its module", lambda f: list(mapping(f, "module")))
+    _compare(files.models, "list of names", lambda f: list(mapping(f, "module")))
     is_mics = (files.config("zero_optimization", "mics_shard_size") or 0) > 0
     if files.world_size != files.ranks and not (is_mics and files.world_size % files.ranks == 0):
         raise CorruptCheckpointError(
@@ -449,10 +448,15 @@ def _compare(files: Sequence[TorchFile], what: str, of: Any) -> None:
 
 
 def _differ(found: Any, expected: Any) -> str:
+    """Return what differs, as far as it fits into a line."""
+    if isinstance(found, dict) and isinstance(expected, dict):
+        keys = [key for key in {**found, **expected} if found.get(key) != expected.get(key)]
+        found = {key: found.get(key) for key in keys}
+        expected = {key: expected.get(key) for key in keys}
     texts = [repr(value) for value in (found, expected)]
-    if max(map(len, texts)) > 120:
-        return "differ"
-    return f"{texts[0]}, expected {texts[1]}"
+    if max(map(len, texts)) > 200:
+        return "differs"
+    return f"is {texts[0]}, expected {texts[1]}"
 
 
 def _group_sizes(files: ZeroFiles) -> Any:

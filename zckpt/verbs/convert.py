@@ -26,7 +26,7 @@ from zckpt.sources.consolidated import find
 from zckpt.sources.zero import ZeroEntry, ZeroFolder
 from zckpt.spec import DTYPES, AliasGroup, DType
 from zckpt.tensors import CHUNK_BYTES, as_bytes, chunks
-from zckpt.torchfile import Checksums, Storage, TorchFile
+from zckpt.torchfile import Checksums
 from zckpt.writers import commit, stream
 
 CASTS = {"keep": None, "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -110,7 +110,7 @@ def convert(
         max_shard_size: largest file, in bytes or like `"5GB"`.
         include: shell-style patterns; only names that match one are converted.
         exclude: patterns of names to leave out.
-        exclude_frozen: leave out parameters that the optimizer does not hold.
+        exclude_frozen: leave out parameters that the optimizer does not hold, in the folder or not.
         allow_missing: patterns of parameters whose values may be nowhere in the folder. They are
             left out, and the manifest says so.
         allow_global: names of functions or classes whose calls the folder's pickles may mention.
@@ -189,7 +189,7 @@ def convert(
         jobs=threads,
         manifest=manifest,
         seconds=seconds,
-        notes=(*folder.notes, *_hints(folder, assets)),
+        notes=(*_said(folder, manifest), *_hints(folder, assets)),
     )
 
 
@@ -235,14 +235,20 @@ def _assets(assets: str | os.PathLike[str]) -> Path:
 
 
 def _refuse_missing(folder: ZeroFolder, allowed: tuple[str, ...], *, exclude_frozen: bool) -> None:
+    if exclude_frozen and not folder.files.stage:
+        raise UsageError(
+            f"{folder.path} is of ZeRO stage 0, whose files do not say what the optimizer holds; "
+            "name what to leave out with exclude (--exclude) instead of exclude_frozen."
+        )
     missing = [name for name in folder.missing if not matches_any(name, allowed)]
-    if missing:
+    if missing and not exclude_frozen:
         raise MissingParametersError(
             f"{folder.path} lacks {len(missing)} parameters of the module: {listed(missing)}. "
             "Neither the DeepSpeed optimizer held them nor were they saved as frozen: they were "
             "trained by something else (LOMO, a second optimizer), or written by an old version. "
             "Save them from the live model with save_consolidated; or go on without them: "
-            f"--allow-missing {missing[0]!r} (or a pattern)"
+            f"--allow-missing {missing[0]!r} (or a pattern), or --exclude-frozen, which leaves out "
+            "all that the optimizer does not hold."
         )
     if folder.lacks_frozen and not allowed and not exclude_frozen:
         raise MissingParametersError(
@@ -282,6 +288,13 @@ def _chosen(
             f"{listed(folder)}."
         )
     return tuple(chosen), tuple(left_out)
+
+
+def _said(folder: ZeroFolder, manifest: Manifest | None) -> tuple[str, ...]:
+    """Return what deserves a look, without what the report has as `left_out`."""
+    if manifest is None:
+        return folder.notes
+    return tuple(said for said in manifest.warnings if not said.startswith("left out: "))
 
 
 def _hints(folder: ZeroFolder, assets: str | os.PathLike[str] | None) -> Iterator[str]:
@@ -325,20 +338,12 @@ def _write(
         blocks = (b for tensor in plan.tensors.values() for b in blocks_of(tensor.spec))
         _in_threads(copy, blocks, threads)
         writer.sync()
-    _in_threads(lambda part: _read(checks, *part), list(checks.unread()), threads)
+    _in_threads(lambda part: checks.read_rest(*part), list(checks.unread()), threads)
     checks.verify()
     return {
         name: of_tensor([found[index] for index in range(len(found))]) if hashes else None
         for name, found in of_blocks.items()
     }
-
-
-def _read(checks: Checksums, file: TorchFile, storage: Storage, start: int, end: int) -> None:
-    """Read bytes that only the CRC-32 of their record needs."""
-    for first, last in chunks(start, end, 1):
-        buffer = memoryview(bytearray(last - first))
-        file.read_into(buffer, storage, first)
-        checks.note(file, storage, first, buffer)
 
 
 def _in_threads(work: Callable[[T], None], items: Iterable[T], threads: int) -> None:
