@@ -89,4 +89,11 @@ def listed(names: Iterable[str], most: int = 8) -> str:
     """Return the names as one readable line, cut after `most` with a count of the rest."""
     all_names = list(names)
     rest = len(all_names) - most
-    return ", ".join(all_names[:most]) + (f" and {rest} more" if rest > 0 else "")
+    return ", ".join(map(shown, all_names[:most])) + (f" and {rest} more" if rest > 0 else "")
+
+
+def shown(text: object, most: int = 300) -> str:
+    """Return text from a file as one line to print: control characters escaped, cut if long."""
+    line = str(text)[: most + 1]
+    line = line if line.isprintable() else line.encode("unicode_escape").decode("ascii")
+    return line if len(line) <= most else f"{line[:most]}…"

@@ -28,10 +28,14 @@ from typing import Any, BinaryIO, ClassVar
 from zlib_ng.zlib_ng import crc32, crc32_combine
 
 from zckpt.errors import CorruptCheckpointError, UnsafePickleError
+from zckpt.names import shown
 from zckpt.spec import DTYPES, DType
 
 MAX_PICKLE_BYTES = 256 << 20
 """Pickles of the largest real checkpoints take a few megabytes: their tensors lie elsewhere."""
+
+_MOST_DIMENSIONS = 64
+"""torch's own limit."""
 
 # ------------------------------------------------------------------ what a pickle can hold
 
@@ -142,9 +146,9 @@ def _tensor(
 ) -> TensorRef | Placeholder:
     """Stand for `_rebuild_tensor` and `_rebuild_tensor_v2`; `rest` ends with their metadata."""
     has_flags = len(rest) > 2 and bool(rest[2])  # a conjugated or negated view
-    if has_flags or storage.dtype is None:
-        return Placeholder("a conjugated or negated view" if has_flags else storage.type)
-    return TensorRef(storage, storage.dtype, offset, _sizes(shape), _sizes(stride))
+    if has_flags:
+        return Placeholder("a conjugated or negated view")
+    return _view(storage, storage.dtype, offset, shape, stride)
 
 
 def _tensor_v3(
@@ -152,16 +156,28 @@ def _tensor_v3(
 ) -> TensorRef | Placeholder:
     """Stand for `_rebuild_tensor_v3`, which gives bytes a dtype that no storage has."""
     known = DTYPES.get(dtype.name.removeprefix("torch."))
-    if known is None:
-        return Placeholder(dtype.name)
-    return TensorRef(storage, known, offset, _sizes(shape), _sizes(stride))
+    return _view(storage, known, offset, shape, stride)
 
 
-def _sizes(values: Iterable[Any]) -> tuple[int, ...]:
-    sizes = tuple(values)
-    if not all(type(value) is int and 0 <= value < 1 << 62 for value in sizes):
-        raise ValueError(f"{sizes} are no sizes of a tensor")
-    return sizes
+def _view(
+    storage: Storage, dtype: DType | None, offset: int, shape: Any, stride: Any
+) -> TensorRef | Placeholder:
+    if not isinstance(storage, Storage):
+        raise TypeError("a tensor of something that is no storage")
+    if dtype is None:
+        return Placeholder(storage.type)
+    (first,), sizes, steps = _sizes((offset,)), _sizes(shape), _sizes(stride)
+    if len(sizes) != len(steps):
+        raise ValueError(f"a tensor of {len(sizes)} dimensions and {len(steps)} strides")
+    return TensorRef(storage, dtype, first, sizes, steps)
+
+
+def _sizes(values: Any) -> tuple[int, ...]:
+    """Return sizes of a tensor, after making sure that they are some."""
+    is_short = isinstance(values, (tuple, list)) and len(values) <= _MOST_DIMENSIONS
+    if not is_short or not all(type(value) is int and 0 <= value < 1 << 62 for value in values):
+        raise ValueError("what stands for the sizes of a tensor is none")
+    return tuple(values)
 
 
 def _from_type(function: Global, _type: Any, arguments: Sequence[Any], _state: Any) -> Any:
@@ -171,9 +187,28 @@ def _from_type(function: Global, _type: Any, arguments: Sequence[Any], _state: A
 
 def _encoded(text: str, encoding: str) -> bytes:
     """Stand for `_codecs.encode`, the way in which protocol 2 writes bytes."""
-    if encoding not in {"latin1", "latin-1"}:
-        raise ValueError(f"bytes encoded as {encoding!r}")
+    if type(text) is not str or type(encoding) is not str or encoding not in {"latin1", "latin-1"}:
+        raise ValueError("bytes in an encoding that no pickle uses")
     return text.encode("latin-1")
+
+
+def _set(*items: Any) -> set[Any]:
+    return {_key(item) for item in (items[0] if items else ())}
+
+
+def _ordered(*items: Any) -> OrderedDict[Any, Any]:
+    return OrderedDict((_key(key), value) for key, value in (items[0] if items else ()))
+
+
+_KEYS = (str, bytes, int, float, bool, type(None), Global, Placeholder)
+
+
+def _key(key: Any) -> Any:
+    """Return what is to be a key, which Python hashes: a nested one may take for ever."""
+    parts = key if isinstance(key, tuple) else (key,)
+    if len(parts) > _MOST_DIMENSIONS or not all(isinstance(part, _KEYS) for part in parts):
+        raise ValueError("a key of a dict or set that is neither a plain value nor a short tuple")
+    return key
 
 
 _CONSTRUCTORS: dict[str, Callable[..., Any]] = {
@@ -183,10 +218,10 @@ _CONSTRUCTORS: dict[str, Callable[..., Any]] = {
     "torch._utils._rebuild_parameter": lambda data, *_: data,
     "torch._utils._rebuild_parameter_with_state": lambda data, *_: data,
     "torch._tensor._rebuild_from_type_v2": _from_type,
-    "torch.Size": tuple,
-    "collections.OrderedDict": OrderedDict,
-    "__builtin__.set": set,
-    "builtins.set": set,
+    "torch.Size": _sizes,
+    "collections.OrderedDict": _ordered,
+    "__builtin__.set": _set,
+    "builtins.set": _set,
     "_codecs.encode": _encoded,
     "deepspeed.runtime.zero.config.ZeroStageEnum": int,
 }
@@ -241,6 +276,7 @@ _INERT = frozenset(
         "torch._utils._rebuild_sparse_tensor",
         "torch._utils._rebuild_wrapper_subclass",
         "torch.device",
+        "torch.serialization._get_layout",
         "types.SimpleNamespace",
         "uuid.UUID",
     }
@@ -281,15 +317,20 @@ class _Reader(_PythonUnpickler):  # type: ignore[misc]  # the base is not typed
         self._storages = storages
 
     def find_class(self, module: str, name: str) -> Any:
-        return Global(f"{module}.{name}")
+        return Global(shown(f"{module}.{name}"))
 
     def persistent_load(self, pid: Any) -> Any:
+        if type(pid) is not tuple or len(pid) not in {5, 6}:
+            raise ValueError("a persistent id that torch does not write")
         kind, storage_type, key, _location, numel, *view = pid
-        if kind != "storage" or (view and view[0] is not None):
-            raise ValueError(f"a persistent id of an unknown kind: {pid!r:.80}")
-        storage = Storage(str(key), storage_type.name, *_sizes((numel,)))
-        if self._storages.setdefault(storage.key, storage) != storage:
-            raise ValueError(f"storage {key} is described in two ways")
+        is_known = kind == "storage" if type(kind) is str else False
+        if not is_known or type(key) is not str or not isinstance(storage_type, Global):
+            raise ValueError("a persistent id that torch does not write")
+        if view and view[0] is not None:
+            raise ValueError("a storage that is a view of another")
+        storage = Storage(key, storage_type.name, *_sizes((numel,)))
+        if self._storages.setdefault(key, storage) != storage:
+            raise ValueError(f"storage {shown(key)} is described in two ways")
         return storage
 
     def _load_reduce(self) -> None:
@@ -298,7 +339,10 @@ class _Reader(_PythonUnpickler):  # type: ignore[misc]  # the base is not typed
 
     def _load_newobj(self) -> None:
         arguments = self.stack.pop()
-        self.stack[-1] = Placeholder(self.stack[-1].name, tuple(arguments))
+        made = self.stack[-1]
+        if not isinstance(made, Global) or type(arguments) is not tuple:
+            raise ValueError("an object of something that is no class")
+        self.stack[-1] = Placeholder(made.name, arguments)
 
     def _load_newobj_ex(self) -> None:
         self.stack.pop()
@@ -312,6 +356,32 @@ class _Reader(_PythonUnpickler):  # type: ignore[misc]  # the base is not typed
         elif not isinstance(made, OrderedDict):  # a state dict's `_metadata` is dropped
             raise UnsafePickleError(f"its pickle sets the state of a {type(made).__name__}.")
 
+    def _load_setitem(self) -> None:
+        value, key = self.stack.pop(), self.stack.pop()
+        self.stack[-1][_key(key)] = value
+
+    def _load_setitems(self) -> None:
+        items = self.pop_mark()
+        for key, value in zip(items[::2], items[1::2], strict=True):
+            self.stack[-1][_key(key)] = value
+
+    def _load_dict(self) -> None:
+        items = self.pop_mark()
+        self.append({_key(k): value for k, value in zip(items[::2], items[1::2], strict=True)})
+
+    def _load_additems(self) -> None:
+        items = self.pop_mark()
+        for item in items:
+            self.stack[-1].add(_key(item))
+
+    def _load_frozenset(self) -> None:
+        items = self.pop_mark()
+        self.append(frozenset(map(_key, items)))
+
+    def _load_bytearray(self) -> None:
+        (size,) = struct.unpack("<Q", self.read(8))
+        self.append(bytearray(self.read(size)))
+
     def _refuse(self) -> None:
         raise UnsafePickleError("its pickle uses opcodes that no torch.save writes.")
 
@@ -319,6 +389,12 @@ class _Reader(_PythonUnpickler):  # type: ignore[misc]  # the base is not typed
     dispatch[pickle.NEWOBJ[0]] = _load_newobj
     dispatch[pickle.NEWOBJ_EX[0]] = _load_newobj_ex
     dispatch[pickle.BUILD[0]] = _load_build
+    dispatch[pickle.SETITEM[0]] = _load_setitem
+    dispatch[pickle.SETITEMS[0]] = _load_setitems
+    dispatch[pickle.DICT[0]] = _load_dict
+    dispatch[pickle.ADDITEMS[0]] = _load_additems
+    dispatch[pickle.FROZENSET[0]] = _load_frozenset
+    dispatch[pickle.BYTEARRAY8[0]] = _load_bytearray
     for _opcode in (pickle.INST, pickle.OBJ, pickle.EXT1, pickle.EXT2, pickle.EXT4):
         dispatch[_opcode[0]] = _refuse
 
@@ -350,7 +426,57 @@ class _Bounded:
 def _follow(file: _Bounded, allowed: frozenset[str]) -> tuple[Any, Mapping[str, Storage]]:
     """Return the object of one pickle, and the storages that it mentions by key."""
     storages: dict[str, Storage] = {}
-    return _Reader(file, allowed, storages).load(), storages
+    tree = _Reader(file, allowed, storages).load()
+    _weigh(tree)
+    return tree, storages
+
+
+_MOST_NODES = 20_000_000
+_MOST_DEPTH = 200
+"""What is beyond them was made to keep readers busy; `state_dict()` of a large model has thousands
+of nodes and is about ten deep."""
+
+
+def _weigh(tree: Any) -> None:
+    """Refuse a tree that contains itself, is too deep, or too large when followed to its leaves.
+
+    A pickle of a few hundred bytes can describe a list of 2**60 lists, each of them there twice.
+    """
+    sizes: dict[int, tuple[int, int]] = {}  # of nodes that are done: nodes below, depth below
+    entered: set[int] = set()
+    waiting = [tree]
+    while waiting:
+        node = waiting[-1]
+        if id(node) in sizes:
+            waiting.pop()
+            continue
+        below = [child for child in _children(node) if _is_node(child)]
+        if id(node) not in entered:
+            entered.add(id(node))
+            if any(id(child) in entered and id(child) not in sizes for child in below):
+                raise ValueError("what it holds contains itself")
+            waiting += [child for child in below if id(child) not in sizes]
+            if len(waiting) > _MOST_NODES:
+                raise ValueError("what it holds is too large")
+            continue
+        waiting.pop()
+        nodes = 1 + len(_children(node)) + sum(sizes[id(child)][0] for child in below)
+        depth = 1 + max((sizes[id(child)][1] for child in below), default=0)
+        if nodes > _MOST_NODES or depth > _MOST_DEPTH:
+            raise ValueError("what it holds is too large or too deep")
+        sizes[id(node)] = nodes, depth
+
+
+def _is_node(value: Any) -> bool:
+    return isinstance(value, (list, tuple, set, frozenset, Mapping, Placeholder))
+
+
+def _children(node: Any) -> Sequence[Any]:
+    if isinstance(node, Mapping):
+        return list(node.values())
+    if isinstance(node, Placeholder):
+        return (*node.arguments, node.state)
+    return tuple(node) if _is_node(node) else ()
 
 
 @lru_cache(maxsize=64)
@@ -368,7 +494,7 @@ def _explained(path: Path) -> Iterator[None]:
         raise UnsafePickleError(f"{path}: {error}") from None
     except Exception as error:  # noqa: BLE001 -- it may be any
         raise CorruptCheckpointError(
-            f"{path}: its pickle cannot be read ({type(error).__name__}: {error!s:.200}); the file "
+            f"{path}: its pickle cannot be read ({type(error).__name__}: {shown(error)}); the file "
             "is damaged or was not written by torch.save."
         ) from None
 
@@ -406,8 +532,8 @@ class TorchFile:
         if record is None or record.size_bytes != storage.size_bytes:
             found = "nothing" if record is None else f"{record.size_bytes}"
             raise CorruptCheckpointError(
-                f"{self.path}: expected {storage.size_bytes} bytes of storage {storage.key}, found "
-                f"{found}."
+                f"{self.path}: expected {storage.size_bytes} bytes of storage "
+                f"{shown(storage.key)}, found {found}."
             )
         return record
 
@@ -434,7 +560,7 @@ class TorchFile:
         """
         record = self.record(storage)
         if not 0 <= start <= start + len(into) <= record.size_bytes:
-            raise CorruptCheckpointError(f"{self.path}: storage {storage.key} is too short.")
+            raise CorruptCheckpointError(f"{self.path}: storage {shown(storage.key)} is too short.")
         read_exactly(self.path, into, self._start(storage.key, record) + start)
 
     def _start(self, key: str, record: Record) -> int:
@@ -507,6 +633,7 @@ def _data_start(path: Path, record: Record) -> int:
 
 
 def _load_zip(path: Path, file: BinaryIO, allowed: frozenset[str]) -> TorchFile:
+    size_bytes = file.seek(0, os.SEEK_END)
     try:
         with zipfile.ZipFile(file) as archive:
             entries = archive.infolist()
@@ -523,8 +650,14 @@ def _load_zip(path: Path, file: BinaryIO, allowed: frozenset[str]) -> TorchFile:
         name = entry.filename.removeprefix(f"{top}/")
         if name in records or entry.compress_type != zipfile.ZIP_STORED:
             raise CorruptCheckpointError(
-                f"{path}: its record {entry.filename!r} is compressed or there twice, which "
-                "torch.save never does."
+                f"{path}: its record {shown(name)} is compressed or there twice, which torch.save "
+                "never does."
+            )
+        end = entry.header_offset + _LOCAL_HEADER.size + entry.file_size
+        if entry.header_offset < 0 or end > size_bytes:
+            raise CorruptCheckpointError(
+                f"{path}: its record {shown(name)} would end at byte {end} of {size_bytes}; the "
+                "file was cut or damaged."
             )
         records[name] = Record(entry.header_offset, entry.file_size, entry.CRC)
     if _small(path, records.get("byteorder"), b"little") != b"little":
@@ -553,7 +686,7 @@ def _small(path: Path, record: Record | None, default: bytes) -> bytes:
 
 
 _MAGIC = 0x1950A86A20F9469CFC6C
-_OLD_MAGIC = pickle.dumps(_MAGIC, protocol=2)
+_OLD_MAGIC = tuple(pickle.dumps(_MAGIC, protocol) for protocol in range(2, 6))
 """What a file of torch before 1.6 begins with: torch/serialization.py, `MAGIC_NUMBER`."""
 
 
@@ -576,7 +709,8 @@ def _load_old(path: Path, file: BinaryIO, allowed: frozenset[str]) -> TorchFile:
         storage, found = storages[key], int.from_bytes(numel, "little")
         if found != storage.numel:
             raise CorruptCheckpointError(
-                f"{path}: storage {key} has {found} elements where its pickle says {storage.numel}."
+                f"{path}: storage {shown(key)} has {found} elements where its pickle says "
+                f"{storage.numel}."
             )
         records[key] = Record(position + 8, storage.size_bytes, None)
         position += 8 + storage.size_bytes
@@ -669,7 +803,7 @@ class Checksums:
             expected = parts.file.record(parts.storage).crc32
             if end == parts.storage.size_bytes and found != expected:
                 raise CorruptCheckpointError(
-                    f"{parts.file.path}: storage {parts.storage.key} ({end:,} bytes) has CRC-32 "
-                    f"{found:08x} where the file says {expected:08x}; it was damaged after it was "
-                    "saved. Take another copy."
+                    f"{parts.file.path}: storage {shown(parts.storage.key)} ({end:,} bytes) has "
+                    f"CRC-32 {found:08x} where the file says {expected:08x}; it was damaged after "
+                    "it was saved. Take another copy."
                 )

@@ -210,7 +210,13 @@ class _Contents:
         else:
             self.placed = place(files, shapes)
             self.notes += check_samples(files, self.placed, self.module)
-        everything = [*self.module, *(name for name in self.listed if name not in self.module)]
+        unknown = [name for name in self.listed if name not in self.module]
+        if unknown:
+            self.notes.append(
+                f"{len(unknown)} parameters that it lists are not in the module's state dict: "
+                f"{listed(unknown)}"
+            )
+        everything = [*self.module, *unknown]
         cleaned, self.removed_prefix = clean_names(everything)
         self.clean = dict(zip(everything, cleaned, strict=True))
 

@@ -20,7 +20,7 @@ from zckpt.errors import (
     NotACheckpointError,
     UnsupportedError,
 )
-from zckpt.names import listed
+from zckpt.names import listed, shown
 from zckpt.tensors import torch_dtype
 from zckpt.torchfile import Checksums, Placeholder, TensorRef, TorchFile
 
@@ -91,24 +91,33 @@ def _named(place: Path, tag: str, said: str) -> Path:
     if not parts or Path(tag).is_absolute() or ".." in parts or "\0" in tag:
         raise NotACheckpointError(f"{said}, which is outside {place}; it was not followed.")
     folder = place / tag
-    if folder.is_dir() and _has_states(folder):
+    if _has_states(folder):
         return folder
-    what = "holds no *_states.pt" if folder.is_dir() else "is no folder"
+    what = "a folder without *_states.pt" if _is_folder(folder) else "no folder"
     tags = _tags(place)
     there = (
         f"These are there: {listed(t.name for t in tags)}." if tags else "No other tag is there."
     )
-    raise NotACheckpointError(f"{said}, but {folder} {what}. {there}")
+    raise NotACheckpointError(f"{said}, but {shown(folder)} is {what}. {there}")
+
+
+def _is_folder(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except OSError:  # a name that is too long
+        return False
 
 
 def _has_states(folder: Path) -> bool:
+    if not _is_folder(folder):
+        return False
     return any(folder.glob("*model_states.pt")) or any(folder.glob("*optim_states.pt"))
 
 
 def _tags(place: Path) -> list[Path]:
     """Return the tag folders in a folder, in the order of the numbers in their names."""
     try:
-        found = [path for path in place.iterdir() if path.is_dir() and _has_states(path)]
+        found = [path for path in place.iterdir() if _has_states(path)]
     except OSError:
         return []
     return sorted(found, key=lambda path: [int(n) for n in re.findall(r"\d+", path.name)])
@@ -302,11 +311,14 @@ def _by_rank(
 
 def _refuse_parallel(folder: Path, names: Iterable[str]) -> None:
     for name in names:
-        for pattern, what in ((_LAYER, "a pipeline"), (_EXPERT, "mixture-of-experts")):
+        for pattern, what in (
+            (_LAYER, "layers of a pipeline"),
+            (_EXPERT, "mixture-of-experts layers"),
+        ):
             if pattern.fullmatch(name):
                 raise UnsupportedError(
-                    f"{folder / name} is a file of {what} layers, of which zckpt does not know how "
-                    "they join. Load the checkpoint in DeepSpeed and call save_consolidated, or "
+                    f"{folder / name} holds {what}, of which zckpt does not know how they join."
+                    " Load the checkpoint in DeepSpeed and call save_consolidated, or "
                     "use deepspeed.checkpoint.ds_to_universal."
                 )
 
@@ -334,6 +346,8 @@ def mapping(file: TorchFile, key: str) -> Mapping[str, Any]:
 
 
 def _what(found: Any) -> str:
+    if _is_number(found):
+        return str(found)
     return f"a {found.name}" if isinstance(found, Placeholder) else f"a {type(found).__name__}"
 
 
@@ -360,9 +374,11 @@ def _stage(file: TorchFile) -> int:
     stage = state.get("zero_stage")
     if stage is None and "fp32_flat_groups" not in state:
         stage = 1  # BF16_Optimizer, and stages 1 and 2 before DeepSpeed 0.3
-    if stage not in {1, 2, 3}:
-        raise CorruptCheckpointError(f"{file.path} says ZeRO stage {stage!r}; expected 1, 2 or 3.")
-    return int(stage)
+    if type(stage) is not int or stage not in {1, 2, 3}:
+        raise CorruptCheckpointError(
+            f"{file.path} says {_what(stage)} as its ZeRO stage; expected 1, 2 or 3."
+        )
+    return stage
 
 
 def _partition_count(file: TorchFile) -> int:
@@ -370,7 +386,7 @@ def _partition_count(file: TorchFile) -> int:
     counts = count if isinstance(count, list) else [count]
     numbers = [c for c in counts if type(c) is int and 0 < c < 1 << 20]
     if not numbers or len(numbers) != len(counts):
-        raise CorruptCheckpointError(f"{file.path} has {count!r} as its partition count.")
+        raise CorruptCheckpointError(f"{file.path} has {_what(count)} as its partition count.")
     if len(set(numbers)) > 1:
         raise UnsupportedError(
             f"{file.path} has groups over {', '.join(map(str, counts))} ranks: expert parameters, "
@@ -383,9 +399,9 @@ def _partition_count(file: TorchFile) -> int:
 def _world(file: TorchFile) -> int:
     for key in ("mp_world_size", "tp_degree"):
         degree = file.tree.get(key, 1)
-        if degree not in {1, None}:
+        if degree is not None and degree != 1:
             raise UnsupportedError(
-                f"{file.path} is of a run with {key}={degree}: each such rank "
+                f"{file.path} is of a run with {key}={shown(degree)}: each such rank "
                 "has a part of each weight. Load the checkpoint in DeepSpeed and call "
                 "save_consolidated."
             )
@@ -453,7 +469,7 @@ def _differ(found: Any, expected: Any) -> str:
         keys = [key for key in {**found, **expected} if found.get(key) != expected.get(key)]
         found = {key: found.get(key) for key in keys}
         expected = {key: expected.get(key) for key in keys}
-    texts = [repr(value) for value in (found, expected)]
+    texts = [shown(repr(value)) for value in (found, expected)]
     if max(map(len, texts)) > 200:
         return "differs"
     return f"is {texts[0]}, expected {texts[1]}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -122,19 +122,25 @@ def _alignments(files: ZeroFiles, group: int, members: int) -> Sequence[int]:
     if said is None:
         return [0] * members
     paddings = said[group] if isinstance(said, list) and group < len(said) else None
-    numbers = [n for n in paddings if type(n) is int and n >= 0] if paddings else []
-    if len(numbers) != members or numbers != paddings:
+    numbers = _counts(paddings)
+    if numbers is None or len(numbers) != members:
         raise CorruptCheckpointError(
-            f"{files.optimizers[0].path} has {paddings!r:.100} as the alignment paddings of the "
-            f"{members} parameters of group {group}."
+            f"{files.optimizers[0].path} has no list of the alignment paddings of the {members} "
+            f"parameters of group {group}."
         )
     return numbers
 
 
+def _counts(found: Any) -> list[int] | None:
+    """Return a list of counts, or None for anything else."""
+    is_one = isinstance(found, list) and all(type(n) is int and 0 <= n < 1 << 62 for n in found)
+    return found if is_one else None
+
+
 def _check_rest(files: ZeroFiles, group: int, found: int, asked: int) -> None:
     """Make sure that what follows a group's parameters is the padding that was put there."""
-    said = [optimizer_state(file).get("group_paddings") for file in files.optimizers]
-    paddings = [padding for padding in said if isinstance(padding, list) and len(padding) > group]
+    said = [_counts(optimizer_state(file).get("group_paddings")) for file in files.optimizers]
+    paddings = [counts for counts in said if counts is not None and len(counts) > group]
     rest = found - asked
     if len(paddings) == len(said):
         fits = rest in {0, sum(padding[group] for padding in paddings)}
