@@ -398,7 +398,7 @@ DIFFERENT = {
     "configuration": (STAGE_3, OPTIM_1, other_config, "configuration"),
     "configuration in stage 2": (STAGE_2, OPTIM_1[5:], other_config, "configuration"),
     "learning rate": (STAGE_3, OPTIM_1, other_rate, "0.5"),
-    "learning rate in stage 2": (STAGE_2, OPTIM_1[5:], other_rate, "optimizer"),
+    "learning rate in stage 2": (STAGE_2, OPTIM_1[5:], other_rate, "learning rates"),
     "number of groups": (STAGE_3, OPTIM_2, one_more_group, "groups"),
     "number of groups in stage 2": (STAGE_2, OPTIM_1[5:], one_more_group, "groups"),
     "size of a group": (STAGE_3, OPTIM_2, longer_group, "groups"),

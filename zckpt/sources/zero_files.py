@@ -7,8 +7,8 @@ wrote a file, partition counts, versions, configurations, steps, learning rates,
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -252,7 +252,7 @@ def read_files(folder: Path, allowed: frozenset[str] = frozenset()) -> ZeroFiles
         tuple(notes),
     )
     _check_together(files)
-    return files
+    return replace(files, notes=(*notes, *_progress(files)))
 
 
 def _load(
@@ -440,11 +440,14 @@ def _check_together(files: ZeroFiles) -> None:
     everything = (*files.models, *files.optimizers)
     _compare(everything, "DeepSpeed version", lambda f: f.tree.get("ds_version"))
     _compare(everything, "configuration", lambda f: _plain(f.tree.get("ds_config")))
-    _compare(files.optimizers, "optimizer's progress", _steps)
+    _compare(files.optimizers, "optimizer's step", _steps)
+    _compare(files.optimizers, "learning rates", _rates)
+    _compare(files.optimizers, "loss scale", _scale)
     for key in ("global_steps", "dp_world_size", "param_shapes", "frozen_param_shapes"):
         _compare(files.models, key, lambda f, key=key: f.tree.get(key))
     _compare(files.models, "list of names", lambda f: list(mapping(f, "module")))
-    is_mics = (files.config("zero_optimization", "mics_shard_size") or 0) > 0
+    mics = files.config("zero_optimization", "mics_shard_size")
+    is_mics = type(mics) is int and mics > 0
     if files.world_size != files.ranks and not (is_mics and files.world_size % files.ranks == 0):
         raise CorruptCheckpointError(
             f"{files.models[0].path} is of a run on {files.world_size} ranks, "
@@ -491,32 +494,56 @@ def _plain(value: Any) -> Any:
     return value.name if isinstance(value, Placeholder) else value
 
 
-def _steps(file: TorchFile) -> Any:
-    """Return all that an optimizer file says about how far training had come.
-
-    Its own state is the same on every rank but for the moments: `step` of each group, learning
-    rates, loss scale.
-    """
-    state = optimizer_state(file)
-    inner = state.get("optimizer_state_dict") or state.get("base_optimizer_state")
-    if not isinstance(inner, Mapping):
-        inner = {}
-    steps = []
-    states = inner.get("state")
+def _steps(file: TorchFile) -> list[str] | None:
+    """Return the steps that an optimizer file's state says, or None where it says none."""
+    states = _inner_state(file).get("state")
+    steps = set()
     for entry in states.values() if isinstance(states, Mapping) else ():
         step = entry.get("step") if isinstance(entry, Mapping) else None
-        steps.append(read_number(file, step) if isinstance(step, TensorRef) else step)
-    groups = inner.get("param_groups")
+        value = read_number(file, step) if isinstance(step, TensorRef) else step
+        if isinstance(value, (int, float)):
+            steps.add(str(int(value)))
+    return sorted(steps) or None
+
+
+def _rates(file: TorchFile) -> list[list[Any]] | None:
+    """Return learning rates, and steps where they are kept beside them, or None."""
+    groups = _inner_state(file).get("param_groups")
     rates = [
         [value for value in (group.get("lr"), group.get("step")) if _is_number(value)]
         for group in (groups if isinstance(groups, list) else ())
         if isinstance(group, Mapping)
     ]
-    scaler = state.get("loss_scaler")
+    return rates or None
+
+
+def _scale(file: TorchFile) -> dict[str, float] | None:
+    """Return the numbers of the loss scaler, or None."""
+    scaler = optimizer_state(file).get("loss_scaler")
     said = scaler.state if isinstance(scaler, Placeholder) else None
-    said = said if isinstance(said, Mapping) else {}
-    scale = {key: value for key, value in said.items() if _is_number(value)}
-    return {"step": sorted(set(map(str, steps))), "lr, step": rates, "loss scale": scale}
+    numbers = said.items() if isinstance(said, Mapping) else ()
+    return {key: value for key, value in numbers if _is_number(value)} or None
+
+
+def _inner_state(file: TorchFile) -> Mapping[str, Any]:
+    """Return what the optimizer inside DeepSpeed's kept; empty where it was removed."""
+    state = optimizer_state(file)
+    inner = state.get("optimizer_state_dict") or state.get("base_optimizer_state")
+    return inner if isinstance(inner, Mapping) else {}
+
+
+def _progress(files: ZeroFiles) -> Iterator[str]:
+    """Yield a note where optimizer and model file do not say the same number of steps."""
+    made, skipped = files.model.get("global_steps"), files.model.get("skipped_steps", 0)
+    steps = _steps(files.optimizers[0])
+    if steps is None or type(made) is not int or type(skipped) is not int:
+        return
+    # Before 0.14 DeepSpeed made the moments by a step of its own, which counts.
+    if len(steps) == 1 and int(steps[0]) - (made - skipped) not in {0, 1}:
+        yield (
+            f"the optimizer says that it made {steps[0]} steps, the model file {made - skipped}: "
+            "their files are of two saves, or the optimizer began anew during the run"
+        )
 
 
 def _is_number(value: Any) -> bool:
