@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Protocol
@@ -34,6 +35,7 @@ class Cast:
         self.specs = tuple(self._cast(spec, dtype) for spec in specs)
         self._dtypes = {spec.name: torch_dtype(spec.dtype) for spec in self.specs}
         self._overflown: set[str] = set()
+        self._buffers = threading.local()
 
     @staticmethod
     def _cast(spec: TensorSpec, dtype: DType | None) -> TensorSpec:
@@ -46,10 +48,21 @@ class Cast:
         return tuple(sorted(self._overflown))
 
     def read(self, name: str, start: int, end: int) -> Tensor:
-        """Return elements `[start, end)` of the flattened tensor in the dtype of its spec."""
+        """Return elements `[start, end)` of the flattened tensor in the dtype of its spec.
+
+        They stay valid until the thread reads the next: what is cast goes into a buffer of its own.
+        """
         values = self._source.read(name, start, end)
-        cast = values.to(self._dtypes[name])
-        is_narrowed = cast.dtype == torch.float16 != values.dtype
-        if is_narrowed and torch.isinf(cast).sum() > torch.isinf(values).sum():
+        if values.dtype == self._dtypes[name]:
+            return values
+        cast = self._buffer(values.numel(), self._dtypes[name]).copy_(values)
+        if cast.dtype == torch.float16 and torch.isinf(cast).sum() > torch.isinf(values).sum():
             self._overflown.add(name)
         return cast
+
+    def _buffer(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Return this thread's buffer, made anew where it is too small or of another dtype."""
+        held: Tensor | None = getattr(self._buffers, "held", None)
+        if held is None or held.dtype != dtype or held.numel() < numel:
+            held = self._buffers.held = torch.empty(numel, dtype=dtype, device="cpu")
+        return held[:numel]
