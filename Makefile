@@ -5,7 +5,7 @@ PYTHON ?= python3
 export PYTHON
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench-save clean
+.PHONY: help demo test check bench-save bench-convert clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\): ## \(.*\)/make \1\t\2/p' Makefile | expand -t 20
@@ -21,6 +21,9 @@ check: ## lint, format, types and the direction of imports; changes nothing
 
 bench-save: ## time saving against the stock tools
 	@scripts/bench-save $(ARGS)
+
+bench-convert: ## time converting a ZeRO folder against the stock tools
+	@scripts/bench-convert $(ARGS)
 
 clean: ## remove .venv and everything else that was made
 	rm -rf .venv .demo build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache

@@ -9,7 +9,7 @@ import fnmatch
 import re
 from collections.abc import Iterable, Sequence
 
-from zckpt.errors import NameCollisionError
+from zckpt.errors import NameCollisionError, UsageError
 from zckpt.spec import AliasGroup
 
 WRAPPER_SEGMENTS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
@@ -60,8 +60,18 @@ def choose_owner(names: Sequence[str], tied_patterns: Iterable[str]) -> AliasGro
 
 
 def as_patterns(patterns: str | Iterable[str]) -> tuple[str, ...]:
-    """Return the patterns as a tuple; one string is one pattern, not its letters."""
-    return (patterns,) if isinstance(patterns, str) else tuple(patterns)
+    """Return the patterns as a tuple; one string is one pattern, not its letters.
+
+    Raises:
+        UsageError: they are no strings.
+    """
+    try:
+        found = (patterns,) if isinstance(patterns, str) else tuple(patterns)
+    except TypeError:
+        raise UsageError(f"{patterns!r}: expected a pattern, or several.") from None
+    if not all(isinstance(pattern, str) for pattern in found):
+        raise UsageError(f"{found!r}: expected patterns, which are text.")
+    return found
 
 
 def matches_any(name: str, patterns: Iterable[str]) -> bool:

@@ -236,6 +236,6 @@ def _split_into_files(
             filename_pattern=FILE_PATTERN,
             max_shard_size=limit_bytes,
         )
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, OverflowError) as error:
         raise UsageError(f"max_shard_size={max_shard_size!r} is not a size: {error}") from None
     return split.filename_to_tensors

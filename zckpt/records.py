@@ -123,7 +123,7 @@ def describe_converted(
             model=None,
             optimizer=None,
             global_step=zero.global_step,
-            weights="master",
+            weights="master" if any(e.value_from == "master" for e in entries) else "live",
             dtype=None if dtype is None else dtype.name,
             view="raw",
             removed_prefix=zero.removed_prefix,

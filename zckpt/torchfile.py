@@ -17,11 +17,11 @@ import pickle
 import struct
 import threading
 import zipfile
+from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar
 
@@ -31,11 +31,15 @@ from zckpt.errors import CorruptCheckpointError, UnsafePickleError
 from zckpt.names import shown
 from zckpt.spec import DTYPES, DType
 
-MAX_PICKLE_BYTES = 256 << 20
+MAX_PICKLE_BYTES = 64 << 20
 """Pickles of the largest real checkpoints take a few megabytes: their tensors lie elsewhere."""
 
 _MOST_DIMENSIONS = 64
 """torch's own limit."""
+
+_MOST_MADE = 2_000_000
+"""Lists, dicts, sets (counted four times) and marks of a pickle: each takes up to 200 bytes for one
+in the file. A state dict of 100,000 tensors makes half a million."""
 
 # ------------------------------------------------------------------ what a pickle can hold
 
@@ -200,13 +204,15 @@ def _ordered(*items: Any) -> OrderedDict[Any, Any]:
     return OrderedDict((_key(key), value) for key, value in (items[0] if items else ()))
 
 
-_KEYS = (str, bytes, int, float, bool, type(None), Global, Placeholder)
+_KEYS = (str, bytes, float, bool, type(None), Global, Placeholder)
 
 
-def _key(key: Any) -> Any:
-    """Return what is to be a key, which Python hashes: a nested one may take for ever."""
-    parts = key if isinstance(key, tuple) else (key,)
-    if len(parts) > _MOST_DIMENSIONS or not all(isinstance(part, _KEYS) for part in parts):
+def _key(key: Any, depth: int = 0) -> Any:
+    """Return what is to be a key, which Python hashes: what is nested or huge may take for ever."""
+    if isinstance(key, tuple) and len(key) <= _MOST_DIMENSIONS and depth < 3:
+        for part in key:
+            _key(part, depth + 1)
+    elif not isinstance(key, _KEYS) and not (type(key) is int and abs(key) < 1 << 60):
         raise ValueError("a key of a dict or set that is neither a plain value nor a short tuple")
     return key
 
@@ -315,6 +321,8 @@ class _Reader(_PythonUnpickler):  # type: ignore[misc]  # the base is not typed
         super().__init__(file, encoding="latin1")
         self._allowed = allowed
         self._storages = storages
+        self._copied_bytes = 0
+        self._made = 0
 
     def find_class(self, module: str, name: str) -> Any:
         return Global(shown(f"{module}.{name}"))
@@ -335,7 +343,20 @@ class _Reader(_PythonUnpickler):  # type: ignore[misc]  # the base is not typed
 
     def _load_reduce(self) -> None:
         arguments = self.stack.pop()
+        if type(arguments) is not tuple:
+            raise ValueError("a call without a tuple of arguments")
+        self._count_copies(arguments)
         self.stack[-1] = _called(self.stack[-1], arguments, self._allowed)
+
+    def _count_copies(self, arguments: tuple[Any, ...]) -> None:
+        """Refuse a pickle that has much copied: the same long argument may stand in many calls."""
+        for value in arguments:
+            if isinstance(value, (str, bytes, bytearray)):
+                self._copied_bytes += len(value)
+            elif isinstance(value, (list, tuple, set, frozenset, dict)):
+                self._copied_bytes += 64 * len(value)
+        if self._copied_bytes > 2 * MAX_PICKLE_BYTES:
+            raise ValueError("its calls would copy more than any real file")
 
     def _load_newobj(self) -> None:
         arguments = self.stack.pop()
@@ -382,6 +403,25 @@ class _Reader(_PythonUnpickler):  # type: ignore[misc]  # the base is not typed
         (size,) = struct.unpack("<Q", self.read(8))
         self.append(bytearray(self.read(size)))
 
+    def _making(self, cost: int, opcode: bytes) -> None:
+        """Count what is made for one byte of the pickle, and do what the opcode says."""
+        self._made += cost
+        if self._made > _MOST_MADE:
+            raise ValueError("it makes more objects than any real file")
+        _PythonUnpickler.dispatch[opcode[0]](self)
+
+    def _load_mark(self) -> None:
+        self._making(1, pickle.MARK)
+
+    def _load_empty_list(self) -> None:
+        self._making(1, pickle.EMPTY_LIST)
+
+    def _load_empty_dict(self) -> None:
+        self._making(1, pickle.EMPTY_DICT)
+
+    def _load_empty_set(self) -> None:
+        self._making(4, pickle.EMPTY_SET)
+
     def _refuse(self) -> None:
         raise UnsafePickleError("its pickle uses opcodes that no torch.save writes.")
 
@@ -395,6 +435,10 @@ class _Reader(_PythonUnpickler):  # type: ignore[misc]  # the base is not typed
     dispatch[pickle.ADDITEMS[0]] = _load_additems
     dispatch[pickle.FROZENSET[0]] = _load_frozenset
     dispatch[pickle.BYTEARRAY8[0]] = _load_bytearray
+    dispatch[pickle.MARK[0]] = _load_mark
+    dispatch[pickle.EMPTY_LIST[0]] = _load_empty_list
+    dispatch[pickle.EMPTY_DICT[0]] = _load_empty_dict
+    dispatch[pickle.EMPTY_SET[0]] = _load_empty_set
     for _opcode in (pickle.INST, pickle.OBJ, pickle.EXT1, pickle.EXT2, pickle.EXT4):
         dispatch[_opcode[0]] = _refuse
 
@@ -427,20 +471,21 @@ def _follow(file: _Bounded, allowed: frozenset[str]) -> tuple[Any, Mapping[str, 
     """Return the object of one pickle, and the storages that it mentions by key."""
     storages: dict[str, Storage] = {}
     tree = _Reader(file, allowed, storages).load()
-    _weigh(tree)
+    weigh(tree)
     return tree, storages
 
 
-_MOST_NODES = 20_000_000
+_MOST_NODES = 5_000_000
 _MOST_DEPTH = 200
 """What is beyond them was made to keep readers busy; `state_dict()` of a large model has thousands
 of nodes and is about ten deep."""
 
 
-def _weigh(tree: Any) -> None:
-    """Refuse a tree that contains itself, is too deep, or too large when followed to its leaves.
+def weigh(tree: Any) -> int:
+    """Return how many nodes a tree has when it is followed to its leaves.
 
-    A pickle of a few hundred bytes can describe a list of 2**60 lists, each of them there twice.
+    Raises a ValueError for one that contains itself, or is too deep or too large. A pickle of a few
+    hundred bytes can describe a list of 2**60 lists, each of them there twice.
     """
     sizes: dict[int, tuple[int, int]] = {}  # of nodes that are done: nodes below, depth below
     entered: set[int] = set()
@@ -465,6 +510,7 @@ def _weigh(tree: Any) -> None:
         if nodes > _MOST_NODES or depth > _MOST_DEPTH:
             raise ValueError("what it holds is too large or too deep")
         sizes[id(node)] = nodes, depth
+    return sizes[id(tree)][0] if _is_node(tree) else 1
 
 
 def _is_node(value: Any) -> bool:
@@ -479,10 +525,14 @@ def _children(node: Any) -> Sequence[Any]:
     return tuple(node) if _is_node(node) else ()
 
 
-@lru_cache(maxsize=64)
-def _follow_bytes(data: bytes, allowed: frozenset[str]) -> Any:
-    """Return the object of one pickle. Those of many ranks are the same bytes."""
-    return _follow(_Bounded(io.BytesIO(data), len(data)), allowed)[0]
+Known = dict[bytes, Any]
+"""Objects by the bytes of their pickles. Those of many ranks are the same bytes."""
+
+
+def _follow_bytes(data: bytes, allowed: frozenset[str], known: Known) -> Any:
+    if data not in known:
+        known[data] = _follow(_Bounded(io.BytesIO(data), len(data)), allowed)[0]
+    return known[data]
 
 
 @contextmanager
@@ -494,8 +544,8 @@ def _explained(path: Path) -> Iterator[None]:
         raise UnsafePickleError(f"{path}: {error}") from None
     except Exception as error:  # noqa: BLE001 -- it may be any
         raise CorruptCheckpointError(
-            f"{path}: its pickle cannot be read ({type(error).__name__}: {shown(error)}); the file "
-            "is damaged or was not written by torch.save."
+            f"{path}: its pickle cannot be read ({type(error).__name__}: {shown(error)}): the file "
+            "is damaged, was not written by torch.save, or holds what zckpt does not read."
         ) from None
 
 
@@ -589,12 +639,15 @@ def read_exactly(path: Path, into: memoryview, position: int) -> None:
         os.close(descriptor)
 
 
-def load(path: Path, allowed: frozenset[str] = frozenset()) -> TorchFile:
+def load(
+    path: Path, allowed: frozenset[str] = frozenset(), known: Known | None = None
+) -> TorchFile:
     """Read a file's directory and its pickle, whose CRC-32 is checked. Reads no tensor.
 
     Args:
         path: what `torch.save` wrote, in its zip format or the one before torch 1.6.
         allowed: names of globals whose calls become placeholders too. Nothing is called.
+        known: what was read before with the same `allowed`, to be shared and added to.
 
     Raises:
         CorruptCheckpointError: it is no such file, or is damaged.
@@ -603,7 +656,7 @@ def load(path: Path, allowed: frozenset[str] = frozenset()) -> TorchFile:
     with path.open("rb") as file:
         front = file.read(64)
         if front.startswith(b"PK"):
-            return _load_zip(path, file, allowed)
+            return _load_zip(path, file, allowed, {} if known is None else known)
         if front.startswith(_OLD_MAGIC):
             return _load_old(path, file, allowed)
     if not front:
@@ -632,10 +685,32 @@ def _data_start(path: Path, record: Record) -> int:
     return record.start + _LOCAL_HEADER.size + int(name_bytes) + int(extra_bytes)
 
 
-def _load_zip(path: Path, file: BinaryIO, allowed: frozenset[str]) -> TorchFile:
+_MOST_DIRECTORY_BYTES = 256 << 20
+
+
+class _Front:
+    """A file of which no more is read at once than the directory of a real one takes."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.seek, self.tell, self.close = file.seek, file.tell, file.close
+
+    def seekable(self) -> bool:
+        return True
+
+    def read(self, size: int = -1) -> bytes:
+        here = self.tell()
+        left = self.seek(0, os.SEEK_END) - here
+        self.seek(here)
+        if (left if size < 0 else min(size, left)) > _MOST_DIRECTORY_BYTES:
+            raise ValueError(f"a directory of more than {_MOST_DIRECTORY_BYTES:,} bytes")
+        return self._file.read(size)
+
+
+def _load_zip(path: Path, file: BinaryIO, allowed: frozenset[str], known: Known) -> TorchFile:
     size_bytes = file.seek(0, os.SEEK_END)
     try:
-        with zipfile.ZipFile(file) as archive:
+        with zipfile.ZipFile(_Front(file)) as archive:
             entries = archive.infolist()
     except (zipfile.BadZipFile, ValueError, OSError, NotImplementedError, struct.error) as error:
         raise CorruptCheckpointError(
@@ -664,7 +739,7 @@ def _load_zip(path: Path, file: BinaryIO, allowed: frozenset[str]) -> TorchFile:
         raise CorruptCheckpointError(f"{path} was written on a big-endian machine.")
     data = _small(path, records["data.pkl"], b"")
     with _explained(path):
-        tree = _follow_bytes(data, allowed)
+        tree = _follow_bytes(data, allowed, known)
     storages = {name[5:]: r for name, r in records.items() if name.startswith("data/")}
     return TorchFile(path, tree, top, storages)
 
@@ -730,23 +805,36 @@ class _Parts:
 
     file: TorchFile
     storage: Storage
-    by_start: dict[int, tuple[int, int]] = field(default_factory=dict)
+    starts: list[int] = field(default_factory=list)
+    """Where the ranges begin, in order."""
+    ranges: dict[int, tuple[int, int]] = field(default_factory=dict)
     """Start to (end, CRC-32)."""
-    by_end: dict[int, int] = field(default_factory=dict)
-    """End to start."""
+
+    def holes(self, start: int, end: int) -> list[tuple[int, int]]:
+        """Return what of `[start, end)` was not read, in order."""
+        found = []
+        for first in self.starts[max(bisect_right(self.starts, start) - 1, 0) :]:
+            if first >= end:
+                break
+            if first > start:
+                found.append((start, first))
+            start = max(start, self.ranges[first][0])
+        return [*found, (start, end)] if start < end else found
 
     def add(self, start: int, end: int, crc: int) -> None:
-        """Add a range, joined with those that it touches."""
-        before = self.by_end.pop(start, None)
-        if before is not None:
-            crc = crc32_combine(self.by_start.pop(before)[1], crc, end - start)
+        """Add a range that touches no other but at its ends, joined with those."""
+        place = bisect_right(self.starts, start)
+        if place and self.ranges[self.starts[place - 1]][0] == start:
+            place -= 1
+            before = self.starts.pop(place)
+            crc = crc32_combine(self.ranges.pop(before)[1], crc, end - start)
             start = before
-        if end in self.by_start:
-            after_end, after_crc = self.by_start.pop(end)
+        if place < len(self.starts) and self.starts[place] == end:
+            after_end, after_crc = self.ranges.pop(self.starts.pop(place))
             crc = crc32_combine(crc, after_crc, after_end - end)
             end = after_end
-        self.by_start[start] = (end, crc)
-        self.by_end[end] = start
+        self.starts.insert(place, start)
+        self.ranges[start] = end, crc
 
 
 _REST_BYTES = 1 << 20
@@ -755,8 +843,8 @@ _REST_BYTES = 1 << 20
 class Checksums:
     """The CRC-32 of records, put together from the parts that threads read in any order.
 
-    Each part may be noted once. Memory: a few ranges a record, as long as neighbours are read
-    about the same time.
+    Parts may overlap: two tensors may be views of one storage. Memory: a few ranges a record, as
+    long as neighbours are read about the same time.
     """
 
     def __init__(self) -> None:
@@ -772,18 +860,18 @@ class Checksums:
         with self._lock:
             key = (file.path, storage.key)
             parts = self._records.setdefault(key, _Parts(file, storage))
-            parts.add(start, start + len(data), crc)
+            holes = parts.holes(start, start + len(data))
+            if holes == [(start, start + len(data))]:
+                parts.add(start, start + len(data), crc)
+                return
+            for first, last in holes:
+                parts.add(first, last, crc32(data[first - start : last - start]))
 
     def unread(self) -> Iterator[tuple[TorchFile, Storage, int, int]]:
         """Yield what was not read of the records that were read in part, as byte ranges."""
         for parts in self._records.values():
-            position = 0
-            for start, (end, _) in sorted(parts.by_start.items()):
-                if start > position:
-                    yield parts.file, parts.storage, position, start
-                position = end
-            if position < parts.storage.size_bytes:
-                yield parts.file, parts.storage, position, parts.storage.size_bytes
+            for start, end in parts.holes(0, parts.storage.size_bytes):
+                yield parts.file, parts.storage, start, end
 
     def read_rest(self, file: TorchFile, storage: Storage, start: int, end: int) -> None:
         """Read bytes that only the CRC-32 of their record needs. Memory: 1 MiB."""
@@ -793,15 +881,15 @@ class Checksums:
             self.note(file, storage, first, buffer)
 
     def verify(self) -> None:
-        """Compare the records that were read as a whole with what their files say.
+        """Compare the records with what their files say. What is `unread` has to be read before.
 
         Raises:
-            CorruptCheckpointError: one differs.
+            CorruptCheckpointError: one differs, or was not read as a whole.
         """
         for parts in self._records.values():
-            end, found = parts.by_start.get(0, (0, 0))
+            end, found = parts.ranges.get(0, (0, 0))
             expected = parts.file.record(parts.storage).crc32
-            if end == parts.storage.size_bytes and found != expected:
+            if end != parts.storage.size_bytes or found != expected:
                 raise CorruptCheckpointError(
                     f"{parts.file.path}: storage {shown(parts.storage.key)} ({end:,} bytes) has "
                     f"CRC-32 {found:08x} where the file says {expected:08x}; it was damaged after "

@@ -286,18 +286,18 @@ def test_a_checkpoint_is_replaced_on_request_only(convert, zero_folder, tmp_path
 # ------------------------------------------------------------------ what goes wrong
 
 SAVE = "next:  save_consolidated saves them from the live model; else use the option above"
-ANOTHER = "of a ZeRO folder take another copy or another --tag"
+ANOTHER = "next:  take another copy, or of a ZeRO folder another --tag"
 
 FAILURES = [
     (UNOWNED, (), 3, "--allow-missing 'base_model.model.model.embed_tokens.weight'", SAVE),
-    ("z2-w2-lora-excludefrozen-bf16-0198", (), 3, "pass --exclude-frozen", SAVE),
+    ("z2-w2-lora-excludefrozen-bf16-0198", (), 3, "--exclude-frozen", SAVE),
     ("bad-evil-os-system-model", (), 3, "posix.system", "next:  ask who made the file"),
     ("bad-z3-bitflip-master", (), 3, "pp_rank_1_mp_rank_00_optim_states.pt", ANOTHER),
     ("bad-z3-truncated-optim", (), 3, "pp_rank_2_mp_rank_00_optim_states.pt", ANOTHER),
-    ("bad-empty-tag", (), 3, "global_step3", "next:  name a folder of zckpt, Hugging Face or Deep"),
-    ("bad-latest-missing-two-tags", (), 3, "--tag step-5", "next:  name a folder of zckpt"),
+    ("bad-empty-tag", (), 3, "global_step3", "next:  name what the command reads"),
+    ("bad-latest-missing-two-tags", (), 3, "--tag step-5", "next:  name what the command reads"),
     ("z2-w2-moe-ep2-bf16-0198", (), 2, "mixture-of-experts", "next:  the message says"),
-    (TIED, ("--tag", "nonsense"), 3, "global_step3", "next:  name a folder of zckpt"),
+    (TIED, ("--tag", "nonsense"), 3, "global_step3", "next:  name what the command reads"),
     (TIED, ("--max-shard-size", "huge"), 2, "max_shard_size='huge' is not a size", "--help"),
     (TIED, ("--include", "nothing*"), 2, "no tensor is left to convert", "--help"),
     (TIED, ("--jobs", "5000"), 2, "jobs=5000", "--help"),

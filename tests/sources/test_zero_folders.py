@@ -7,6 +7,7 @@ import itertools
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ import zckpt
 from zckpt.errors import (
     CorruptCheckpointError,
     MissingParametersError,
+    NoSpaceError,
     NotACheckpointError,
     UnsafePickleError,
     UnsupportedError,
@@ -23,6 +25,7 @@ from zckpt.errors import (
     ZckptError,
 )
 from zckpt.manifest import MANIFEST_NAME
+from zckpt.testing.zero_folders import write_zero_folder
 
 FOLDERS = sorted(path.name for path in (Path(__file__).parents[1] / "zero").iterdir())
 PARALLEL = ["z1-w2-pipeline2-bf16-0189", "z2-w2-moe-ep2-bf16-0198"]
@@ -207,7 +210,8 @@ def test_the_manifest_says_where_values_are_from(name, zero_folder, tmp_path):
     assert buffers == {n for n, b in facts["buffers"].items() if b["persistent"]}
     left_out = sorted(left["name"] for left in manifest["left_out"])
     is_named = name != "z2-w2-lora-excludefrozen-bf16-0198"
-    assert left_out == (sorted(facts["expected_missing"]) if is_named else [])
+    unnamed = ["(frozen parameters)"]
+    assert left_out == (sorted(facts["expected_missing"]) if is_named else unnamed)
     assert all(any(n in warning for warning in manifest["warnings"]) for n in left_out)
 
 
@@ -311,7 +315,64 @@ def test_a_dry_run_says_what_would_be_written_and_writes_nothing(zero_folder, tm
     zckpt.convert(folder.ckpt, tmp_path / "out", max_shard_size=20_000)
     sizes = {path.name: path.stat().st_size for path in (tmp_path / "out").glob("*.safetensors")}
     assert planned.files == sizes
-    assert planned.read_bytes == sum(t.nbytes for t in stored(tmp_path / "out")[0].values())
+    files = sorted(folder.ckpt.glob("*/*optim_states.pt"))
+    groups = [torch.load(path, weights_only=False)["optimizer_state_dict"] for path in files]
+    records = [group["fp32_flat_groups"][0].untyped_storage().nbytes() for group in groups]
+    assert planned.read_bytes == sum(records)
+    # Of a record that is needed in part all is read, for its CRC-32.
+    one = zckpt.convert(
+        folder.ckpt, tmp_path / "out", dry_run=True, overwrite=True, include="*ln_f*"
+    )
+    assert one.read_bytes == sum(records)
+
+
+def test_a_dry_run_says_that_the_disk_is_too_small(zero_folder, tmp_path, monkeypatch):
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=1000))
+    folder = zero_folder("z3-w3-gpt2-tied-bf16-0198")
+    planned = zckpt.convert(folder.ckpt, tmp_path / "out", dry_run=True)
+    assert any("1,000 free" in note for note in planned.notes)
+    with pytest.raises(NoSpaceError, match="1,000 free"):
+        zckpt.convert(folder.ckpt, tmp_path / "out")
+
+
+def test_frozen_parameters_without_names_need_a_pattern_for_everything(zero_folder, tmp_path):
+    folder = zero_folder("z2-w2-lora-excludefrozen-bf16-0198")
+    with pytest.raises(MissingParametersError, match=r"--allow-missing '\*'"):
+        zckpt.convert(folder.ckpt, tmp_path / "out", allow_missing="base_model.*")
+    report = zckpt.convert(folder.ckpt, tmp_path / "out", allow_missing="*")
+    assert [left.name for left in report.left_out] == ["(frozen parameters)"]
+
+
+def test_views_of_one_storage_are_read_and_checked(tmp_path):
+    """Transposed, overlapping and shorter views, by many threads, and a flipped bit in each."""
+    base = torch.arange(1_000_000, dtype=torch.float32)
+    square = base.view(1000, 1000)
+    module = {"a": square, "b": square.t(), "c": base[:700_000], "d": base[300_000:900_001]}
+    folder = write_zero_folder(tmp_path / "zero", stage=0, world_size=1, groups=[{}])
+    path = folder / "mp_rank_00_model_states.pt"
+    tree = torch.load(path, weights_only=False)
+    torch.save(tree | {"module": module}, path)
+    for turn in range(5):
+        report = zckpt.convert(tmp_path / "zero", tmp_path / f"out{turn}", jobs=8)
+        found = zckpt.open(report.path)
+        assert all(torch.equal(found[name], tensor) for name, tensor in module.items())
+    data = bytearray(path.read_bytes())
+    where = data.index(base[650_000:650_004].numpy().tobytes())
+    data[where] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(CorruptCheckpointError, match="CRC-32"):
+        zckpt.convert(tmp_path / "zero", tmp_path / "out")
+
+
+def test_masters_of_several_groups_of_stage_0_are_not_guessed(tmp_path):
+    one, two = torch.randn(3, 4), torch.randn(5)
+    write_zero_folder(
+        tmp_path / "zero", stage=0, world_size=1, groups=[{"a.weight": one}, {"b.bias": two}]
+    )
+    report = zckpt.convert(tmp_path / "zero", tmp_path / "out")
+    assert any("fp32 masters" in note for note in report.notes)
+    assert report.manifest.provenance.weights == "live"
+    assert torch.equal(zckpt.open(tmp_path / "out")["a.weight"], one.to(torch.bfloat16))
 
 
 @pytest.mark.parametrize("name", ["model.bin", "model.safetensors", "model.pt"])

@@ -6,6 +6,7 @@ that torch reads, and saved under the name that the file has, as another run wou
 
 import json
 import re
+import resource
 import shutil
 import subprocess
 import sys
@@ -764,3 +765,161 @@ def test_a_folder_of_optimizer_files_alone_is_no_checkpoint(copy):
     shutil.rmtree(tag_of(place))
     with pytest.raises(NotACheckpointError):
         zckpt.open(place)
+
+
+# ------------------------------------------------------------------ contradictions inside a file
+
+
+def test_model_file_of_another_save_is_found_by_steps_and_weights(copy):
+    """In stages 1 and 2, where the module's weights are in the model file."""
+
+    def another_save(tree):
+        tree["global_steps"] += 5
+        tree["module"] = {name: t + 1 for name, t in tree["module"].items()}
+
+    place = copy(STAGE_2)
+    rewrite(tag_of(place) / MODEL, another_save)
+    assert MODEL in refused(place)
+
+
+ODD = {
+    "module larger than its shape": lambda t: t["module"].update(one=torch.zeros(4)),
+    "module smaller than its shape": lambda t: t["module"].update(w1=torch.zeros(12, 13)),
+    "no list of shapes": lambda t: t.update(param_shapes=3),
+    "buffer names": lambda t: t.update(buffer_names=5),
+    "shared_params": lambda t: t.update(shared_params={"a": ("x",), 3: "b"}),
+    "step": lambda t: t.update(global_steps=float("nan")),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_odd_values_in_a_model_file_are_no_crash(name, copy):
+    place = copy(STAGE_1)
+    rewrite(tag_of(place) / MODEL, ODD[name])
+    if name in {"buffer names", "shared_params", "step"}:
+        assert zckpt.convert(place, place.parent / "out").tensors == 9
+    else:
+        assert MODEL in refused(place)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), "a", None])
+def test_odd_steps_of_the_optimizer_are_no_crash(value, copy):
+    def change(tree):
+        for state in tree["optimizer_state_dict"]["optimizer_state_dict"]["state"].values():
+            state["step"] = torch.tensor(value) if isinstance(value, float) else value
+
+    place = copy(STAGE_3)
+    rewrite(tag_of(place) / OPTIM_1, change)
+    assert OPTIM_1 in refused(place)
+
+
+def test_odd_slices_are_no_crash(copy):
+    place = copy(STAGE_2)
+    for rank in range(2):
+        path = tag_of(place) / OPTIM_0[5:].replace("rank_0_", f"rank_{rank}_")
+        rewrite(path, lambda t: t["optimizer_state_dict"].update(param_slice_mappings=[3]))
+    assert "group 0" in refused(place)
+
+
+@pytest.mark.parametrize("options", [{"tag": 5}, {"include": 5}, {"allow_missing": [3]}], ids=str)
+def test_arguments_of_the_wrong_type_are_said_to_be(options, copy):
+    with pytest.raises(zckpt.errors.UsageError):
+        zckpt.convert(copy(STAGE_3), "out", **options)
+
+
+# ------------------------------------------------------------------ what else people's folders hold
+
+
+def test_a_conversion_does_not_replace_what_it_reads(copy):
+    """A folder that holds a manifest and the ZeRO folder too, or the ZeRO folder below it."""
+    place = copy(STAGE_3)
+    zckpt.convert(place, place.parent / "other")
+    for name in ("model.safetensors", MANIFEST_NAME):
+        shutil.copy(place.parent / "other" / name, place / name)
+    before = sorted(place.rglob("*"))
+    for out in (place, tag_of(place)):
+        with pytest.raises((zckpt.errors.UsageError, zckpt.errors.TargetExistsError)):
+            zckpt.convert(place, out, overwrite=True)
+    (place.parent / "link").symlink_to(place)
+    with pytest.raises(zckpt.errors.UsageError, match="would be replaced"):
+        zckpt.convert(place.parent / "link", place, overwrite=True)
+    assert sorted(place.rglob("*")) == before
+
+
+def test_files_beside_tags_are_not_taken_for_them(copy):
+    place = copy(STAGE_3)
+    for path in tag_of(place).iterdir():
+        shutil.copy(path, place / path.name)
+    assert "--tag" in refused(place)
+    assert zckpt.open(place, tag=tag_of(place).name).tag == tag_of(place).name
+
+
+def test_moments_that_only_some_ranks_have_are_of_two_saves(copy):
+    place = copy(STAGE_3)
+    rewrite(
+        tag_of(place) / OPTIM_1, lambda t: t["optimizer_state_dict"].pop("optimizer_state_dict")
+    )
+    assert OPTIM_1 in refused(place)
+
+
+def test_optimizer_files_of_the_next_step_are_said_to_be(copy):
+    place = copy(STAGE_3)
+    for rank in range(3):
+        name = MODEL_0.replace("rank_0_", f"rank_{rank}_")
+        rewrite(tag_of(place) / name, lambda t: t.update(global_steps=2))
+    assert any("two saves" in note for note in zckpt.open(place).notes)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_extra_state_of_any_kind(stage, tmp_path):
+    """An empty tensor, as some libraries leave it, and objects that are no tensors."""
+    weight = torch.randn(4, 3)
+    folder = write_zero_folder(
+        tmp_path / "zero", stage=stage, world_size=2, groups=[{"a.weight": weight}]
+    )
+    for path in folder.glob("*model_states.pt"):
+        more = {"a._extra_state": torch.empty(0), "b._extra_state": b"x", "c._extra_state": {}}
+        rewrite(path, lambda t, more=more: t["module"].update(more))
+    report = zckpt.convert(tmp_path / "zero", tmp_path / "out")
+    found = zckpt.open(tmp_path / "out")
+    assert torch.equal(found["a.weight"], weight)
+    assert found.spec("a._extra_state").role == "extra_state"
+    assert [left.name for left in report.left_out] == ["b._extra_state", "c._extra_state"]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_buffers_with_two_names_are_buffers(stage, tmp_path):
+    """DeepSpeed lists each under one of them; also buffers without elements."""
+    full, empty = torch.randn(3), torch.empty(0)
+    folder = write_zero_folder(
+        tmp_path / "zero",
+        stage=stage,
+        world_size=2,
+        groups=[{"a.weight": torch.randn(4, 3)}],
+        buffers={"b": full, "c": empty},
+    )
+    for path in folder.glob("*model_states.pt"):
+        rewrite(path, lambda t: t["module"].update(b2=t["module"]["b"], c2=t["module"]["c"]))
+    zckpt.convert(tmp_path / "zero", tmp_path / "out", dtype="bf16")
+    found = zckpt.open(tmp_path / "out")
+    assert found.aliases == {"b2": "b", "c2": "c"}
+    assert torch.equal(found["b2"], full)
+    assert {name: found.spec(name).role for name in found} == {
+        "a.weight": "parameter",
+        "b": "buffer",
+        "b2": "buffer",
+        "c": "buffer",
+        "c2": "buffer",
+    }
+
+
+def test_more_files_than_a_process_may_hold_open(copy):
+    place = copy(STAGE_3)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = len(list(Path("/proc/self/fd").iterdir()))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (used + 12, hard))
+    try:
+        report = zckpt.convert(place, place.parent / "out", max_shard_size=100)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert len(report.files) == 28

@@ -31,7 +31,9 @@ class Meaning:
 
 _MEANINGS: dict[type[Exception], Meaning] = {
     errors.NotACheckpointError: Meaning(
-        CORRUPT, "name a folder of zckpt, Hugging Face or DeepSpeed ZeRO, or a .safetensors file"
+        CORRUPT,
+        "name what the command reads (zckpt COMMAND --help): a ZeRO folder and its --tag, a folder "
+        "of zckpt or Hugging Face, or a .safetensors file",
     ),
     errors.ManifestVersionError: Meaning(CORRUPT, "pip install --upgrade zckpt"),
     errors.UnsafePickleError: Meaning(
@@ -42,18 +44,20 @@ _MEANINGS: dict[type[Exception], Meaning] = {
     ),
     errors.CorruptCheckpointError: Meaning(
         CORRUPT,
-        "zckpt verify PATH says all that is wrong with a folder of safetensors; of a ZeRO folder "
-        "take another copy or another --tag",
+        "take another copy, or of a ZeRO folder another --tag; of a folder of safetensors "
+        "zckpt verify PATH says all that is wrong",
     ),
-    PermissionError: Meaning(CORRUPT, "get permission for what is named above"),
     errors.SpecMismatchError: Meaning(DIFFERS, "zckpt inspect PATH shows what a checkpoint holds"),
     errors.TargetExistsError: Meaning(
         USAGE, "name another folder, or replace a checkpoint with --overwrite"
     ),
+    errors.NoSpaceError: Meaning(USAGE, "make room, or name a folder on another disk"),
     errors.MissingExtraError: Meaning(USAGE, "install it beside zckpt and try again"),
     errors.UnsupportedError: Meaning(USAGE, "the message says what would work instead"),
     errors.UsageError: Meaning(USAGE, "zckpt COMMAND --help has the options and examples"),
     errors.ZckptError: Meaning(USAGE, "ZCKPT_TRACEBACK=1 in the environment shows where"),
+    PermissionError: Meaning(CORRUPT, "get permission for what is named above"),
+    OSError: Meaning(CORRUPT, "the system said so; see to it and try again"),
 }
 """The first row that an exception is an instance of counts. All others are bugs: a traceback and
 `CRASHED`."""

@@ -122,7 +122,8 @@ def _facts(inspection: "Inspection") -> Iterator[tuple[str, str]]:
     for left in manifest.left_out:
         yield "left out", f"{left.name}: {left.reason}"
     for warning in manifest.warnings:
-        yield "warning", warning
+        if not warning.startswith("left out: "):
+            yield "warning", warning
 
 
 def _provenance(origin: "Provenance") -> str:
@@ -130,9 +131,11 @@ def _provenance(origin: "Provenance") -> str:
     stage = "" if origin.zero_stage is None else f", ZeRO stage {origin.zero_stage}"
     optimizer = "" if origin.optimizer is None else f", {origin.optimizer}"
     cast = "" if origin.dtype is None else f" cast to {origin.dtype}"
+    of = "" if origin.model is None else f" of {origin.model}"
+    tag = "" if origin.tag is None else f", tag {origin.tag}"
     return (
-        f"{origin.weights} weights{cast} of {origin.model}{step}, from a "
-        f"{origin.engine or origin.source} on {count(origin.world_size, 'rank')}{stage}{optimizer}"
+        f"{origin.weights} weights{cast}{of}{step}, from a {origin.engine or origin.source}{tag} "
+        f"on {count(origin.world_size, 'rank')}{stage}{optimizer}"
     )
 
 

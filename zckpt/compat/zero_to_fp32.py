@@ -283,7 +283,7 @@ def convert_zero_checkpoint_to_state_dict(
     )
     state_dict = _lazy(folder, exclude_frozen=exclude_frozen_parameters, dtype=_resolved(dtype))
     size_bytes = sum(lazy.spec.size_bytes for lazy in set(state_dict.values()))
-    commit.check_space(target / "file", size_bytes)
+    commit.check_space(target.absolute() / "pytorch_model.bin", size_bytes)
     write = _write_safetensors if safe_serialization else _write_bin
     with _staged(target) as staging:
         write(state_dict, staging, sys.maxsize if max_shard_size is None else max_shard_size)
@@ -303,14 +303,12 @@ def _write_safetensors(
         (folder / INDEX_NAME).write_bytes(plan.index)
     source = _ByName({lazy.spec.name: lazy for lazy in names})
     blocks = (block for lazy in names for block in blocks_of(lazy.spec))
-    with (
-        stream.open_writer(folder) as writer,
-        ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool,
-    ):
+    writer = stream.Writer(folder)
 
-        def copy(block: Block) -> None:
-            writer.write(plan.tensors[block.name], block, source, hashes=False)
+    def copy(block: Block) -> None:
+        writer.write(plan.tensors[block.name], block, source, hashes=False)
 
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         for _ in pool.map(copy, blocks):
             pass
 

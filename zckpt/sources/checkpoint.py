@@ -102,9 +102,9 @@ class RowSlice:
     """A tensor that is read when it is indexed: the rows that are asked for, then torch's rules."""
 
     def __init__(self, checkpoint: Checkpoint, name: str) -> None:
-        """Read nothing yet."""
+        """Read nothing yet. Raises KeyError for an unknown name."""
         self._checkpoint = checkpoint
-        self._name = name
+        self._name = checkpoint.owner(name)
 
     def get_shape(self) -> list[int]:
         """Return the tensor's shape."""

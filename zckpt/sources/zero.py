@@ -21,13 +21,14 @@ from torch import Tensor
 from zckpt.errors import CorruptCheckpointError, UnsupportedError
 from zckpt.layout import InFragments, Whole, fragment_numel
 from zckpt.manifest import LeftOut, ValueFrom
-from zckpt.names import choose_owner, clean_names, listed, without_wrappers
+from zckpt.names import choose_owner, clean_names, listed, shown, without_wrappers
 from zckpt.sources.checkpoint import Checkpoint
 from zckpt.sources.zero_files import Shape, ZeroFiles, find_tag, mapping, read_files
 from zckpt.sources.zero_layout import (
     Part,
     Placed,
     check_samples,
+    has_unpartitioned_masters,
     place,
     place_unpartitioned,
     rounds_to,
@@ -186,7 +187,7 @@ class _Contents:
             if isinstance(value, TensorRef):
                 files.models[0].check(value)
                 self.module[name] = value
-            elif isinstance(value, Placeholder) and not value.name.startswith("_codecs"):
+            elif isinstance(value, Placeholder) and not _is_extra_state(name):
                 raise UnsupportedError(
                     f"{files.models[0].path}: {name} is made by {value.name}, which safetensors "
                     "cannot hold; zckpt reads dense tensors of the common dtypes."
@@ -204,12 +205,20 @@ class _Contents:
             frozen is None and files.stage >= 2 and "frozen_param_shapes" in files.model
         )
         names = files.model.get("buffer_names")
-        self.buffers = {self._key(name) for name in names or () if isinstance(name, str)}
+        names = names if isinstance(names, (list, tuple, set)) else ()
+        self.buffers = {self._key(name) for name in names if isinstance(name, str)}
+        self.buffers |= self._other_names_of_buffers()
+        self._compare_shapes()
         if files.stage == 0:
             self.placed = place_unpartitioned(files, self._distinct_parameters())
+            if not self.placed and has_unpartitioned_masters(files):
+                self.notes.append(
+                    "the fp32 masters of this stage 0 run were not taken: nothing says which is "
+                    "whose; the values are the module's own"
+                )
         else:
             self.placed = place(files, shapes)
-            self.notes += check_samples(files, self.placed, self.module)
+            self._check_rounding()
         unknown = [name for name in self.listed if name not in self.module]
         if unknown:
             self.notes.append(
@@ -220,12 +229,45 @@ class _Contents:
         cleaned, self.removed_prefix = clean_names(everything)
         self.clean = dict(zip(everything, cleaned, strict=True))
 
+    def _other_names_of_buffers(self) -> set[str]:
+        """Return the further names of buffers: DeepSpeed lists each buffer once."""
+        known = {
+            (ref.storage.key, ref.offset, ref.shape)
+            for name, ref in self.module.items()
+            if name in self.buffers
+        }
+        return {
+            name
+            for name, ref in self.module.items()
+            if (ref.storage.key, ref.offset, ref.shape) in known
+        }
+
     def _key(self, name: str) -> str:
         """Return the module's spelling of a name, which may have wrapper segments elsewhere."""
         return name if name in self.module else self._keys.get(without_wrappers(name), name)
 
     def _renamed(self, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
         return {self._key(name): shape for name, shape in shapes.items()}
+
+    def _compare_shapes(self) -> None:
+        """Compare the shapes that the checkpoint lists with those of the module's tensors."""
+        for name, shape in self.listed.items():
+            ref = self.module.get(name)
+            if ref is not None and not self._is_placeholder(name) and ref.shape != shape:
+                raise CorruptCheckpointError(
+                    f"{self.files.models[0].path}: {shown(name)} has shape {list(ref.shape)} in "
+                    f"the module and {list(shape)} in the list of shapes."
+                )
+
+    def _check_rounding(self) -> None:
+        """Compare a few masters with the module's weights, and the steps of the two files."""
+        note = check_samples(self.files, self.placed, self.module)
+        if note is not None and self.files.other_step is not None:
+            raise CorruptCheckpointError(
+                f"{self.files.models[0].path} is of another save than the optimizer files: "
+                f"{self.files.other_step}; and {note}."
+            )
+        self.notes += [said for said in (note, self.files.other_step) if said is not None]
 
     # -------------------------------------------------------------- names
 
@@ -279,8 +321,8 @@ class _Contents:
         ref = self.module[name]
         if self._is_placeholder(name):
             return ("placeholder", ref.storage.key)
-        if not ref.numel:
-            return None
+        if not ref.numel and name in self.listed:
+            return None  # in a flat buffer two of them may lie at one place
         return (ref.storage.key, ref.offset, ref.shape, ref.stride, ref.dtype)
 
     def _shared_params(self) -> dict[str, str]:
@@ -288,7 +330,11 @@ class _Contents:
         said = self.files.model.get("shared_params")
         if not isinstance(said, Mapping):
             return {}
-        pairs = {self._key(a): self._key(t) for a, t in said.items() if isinstance(t, str)}
+        pairs = {
+            self._key(alias): self._key(target)
+            for alias, target in said.items()
+            if isinstance(alias, str) and isinstance(target, str)
+        }
         return {a: t for a, t in pairs.items() if t in self.listed and self._may_be(a, t)}
 
     def _may_be(self, alias: str, target: str) -> bool:
@@ -301,7 +347,10 @@ class _Contents:
     def _is_placeholder(self, name: str) -> bool:
         """Whether a tensor of the module is what stage 3 leaves of a parameter."""
         return (
-            self.files.stage == 3 and self.module[name].shape == (0,) and name not in self.buffers
+            self.files.stage == 3
+            and self.module[name].shape == (0,)
+            and name not in self.buffers
+            and not _is_extra_state(name)
         )
 
     # -------------------------------------------------------------- values
@@ -329,7 +378,7 @@ class _Contents:
     def _role(self, name: str) -> Role:
         if name in self.buffers:
             return "buffer"
-        is_extra = name.rsplit(".", 1)[-1] == "_extra_state" and name not in self.listed
+        is_extra = _is_extra_state(name) and name not in self.listed
         return "extra_state" if is_extra else "parameter"
 
     def _frozen_entry(self, name: str, group: AliasGroup) -> ZeroEntry | None:
@@ -380,6 +429,11 @@ class _Contents:
                 for file, ref in refs
             ):
                 yield self.clean[name]
+
+
+def _is_extra_state(name: str) -> bool:
+    """Whether a name is the one that torch gives to what `get_extra_state` returned."""
+    return name.rsplit(".", 1)[-1] == "_extra_state"
 
 
 class _Fragments(Sequence[Sequence[Part]]):

@@ -6,9 +6,11 @@ wrote a file, partition counts, versions, configurations, steps, learning rates,
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -64,9 +66,14 @@ def find_tag(place: Path, tag: str | None) -> Tag:
     """
     if tag is not None:
         return Tag(_named(place, tag, f"tag={tag!r}"), tag)
+    latest = place / LATEST_NAME
+    if _has_states(place) and (latest.is_file() or _tags(place)):
+        raise CorruptCheckpointError(
+            f"{place} holds *_states.pt and tags beside them, and nothing says which is meant. "
+            "Move the files away, or name a tag: --tag"
+        )
     if _has_states(place):
         return Tag(place, place.name)
-    latest = place / LATEST_NAME
     if latest.is_file():
         text = latest.read_text("utf-8", errors="replace").strip()
         return Tag(_named(place, text, f"{latest} says {text[:100]!r}"), text)
@@ -88,7 +95,9 @@ def find_tag(place: Path, tag: str | None) -> Tag:
 
 def _named(place: Path, tag: str, said: str) -> Path:
     parts = Path(tag).parts
-    if not parts or Path(tag).is_absolute() or ".." in parts or "\0" in tag:
+    if not parts:
+        raise NotACheckpointError(f"{said}, which names nothing.")
+    if Path(tag).is_absolute() or ".." in parts or "\0" in tag:
         raise NotACheckpointError(f"{said}, which is outside {place}; it was not followed.")
     folder = place / tag
     if _has_states(folder):
@@ -154,6 +163,8 @@ class ZeroFiles:
     groups: tuple[tuple[TensorRef, ...], ...]
     """The flat fp32 groups, by rank and group."""
     notes: tuple[str, ...]
+    other_step: str | None = None
+    """What to say about optimizer files that seem to be of another step than the model files."""
 
     @property
     def model(self) -> Mapping[str, Any]:
@@ -169,7 +180,11 @@ class ZeroFiles:
     def param_shapes(self) -> tuple[Mapping[str, Shape], ...]:
         """Names and shapes of what the optimizer holds, in its order, by (sub-)group."""
         found = self.model.get("param_shapes")
-        return () if found is None else tuple(_shapes(self.models[0], s) for s in found)
+        if not isinstance(found, (list, tuple, type(None))):
+            raise CorruptCheckpointError(
+                f"{self.models[0].path} has {_what(found)} where lists of shapes are expected."
+            )
+        return tuple(_shapes(self.models[0], shapes) for shapes in found or ())
 
     @property
     def frozen_shapes(self) -> Mapping[str, Shape] | None:
@@ -199,6 +214,7 @@ def read_files(folder: Path, allowed: frozenset[str] = frozenset()) -> ZeroFiles
         UnsupportedError: experts, pipeline or tensor parallel: what zckpt does not put together.
     """
     names = sorted(path.name for path in folder.iterdir() if path.is_file())
+    known: torchfile.Known = {}
     _refuse_parallel(folder, names)
     optimizer_names = _by_rank(folder, names, _OPTIMIZER, 2)
     model_names = _by_rank(folder, names, _MODEL, 1)
@@ -220,11 +236,11 @@ def read_files(folder: Path, allowed: frozenset[str] = frozenset()) -> ZeroFiles
         )
     is_stage_3 = None not in model_names
     first = 0 if is_stage_3 else None
-    model_0 = _load(folder, model_names, first, allowed)
+    model_0 = _load(folder, model_names, first, allowed, known)
     if not optimizer_names:
         _refuse_lost_optimizer(folder, model_0)
         return ZeroFiles(folder, 0, 1, _world(model_0), (model_0,), (), (), tuple(notes))
-    optimizer_0 = _load(folder, optimizer_names, 0, allowed)
+    optimizer_0 = _load(folder, optimizer_names, 0, allowed, known)
     stage, ranks = _stage(optimizer_0), _partition_count(optimizer_0)
     if is_stage_3 != (stage == 3):
         raise CorruptCheckpointError(
@@ -232,10 +248,13 @@ def read_files(folder: Path, allowed: frozenset[str] = frozenset()) -> ZeroFiles
             f"{'stage 3' if is_stage_3 else 'another'}."
         )
     rest = range(1, ranks)
-    optimizers = (optimizer_0, *(_load(folder, optimizer_names, r, allowed, ranks) for r in rest))
+    optimizers = (
+        optimizer_0,
+        *(_load(folder, optimizer_names, r, allowed, known, ranks) for r in rest),
+    )
     models: tuple[TorchFile, ...] = (model_0,)
     if stage == 3:
-        models += tuple(_load(folder, model_names, r, allowed, ranks) for r in rest)
+        models += tuple(_load(folder, model_names, r, allowed, known, ranks) for r in rest)
     for kind in (optimizer_names, model_names):
         for rank, name in kind.items():
             if rank is not None and rank >= ranks:
@@ -252,7 +271,7 @@ def read_files(folder: Path, allowed: frozenset[str] = frozenset()) -> ZeroFiles
         tuple(notes),
     )
     _check_together(files)
-    return replace(files, notes=(*notes, *_progress(files)))
+    return replace(files, other_step=_other_step(files))
 
 
 def _load(
@@ -260,6 +279,7 @@ def _load(
     names: Mapping[int | None, str],
     rank: int | None,
     allowed: frozenset[str],
+    known: torchfile.Known,
     ranks: int | None = None,
 ) -> TorchFile:
     """Read the file of a rank; `ranks` is how many there are, where that is known."""
@@ -271,7 +291,7 @@ def _load(
             f"{folder / missing} is missing, the file of rank {rank}{of}; copy it from where that "
             "rank saved it."
         )
-    file = torchfile.load(folder / names[rank], allowed)
+    file = torchfile.load(folder / names[rank], allowed, known)
     if not isinstance(file.tree, Mapping):
         raise CorruptCheckpointError(f"{file.path} holds no dict, so DeepSpeed did not write it.")
     is_named = file.saved_as is not None and any(
@@ -439,12 +459,12 @@ def _check_together(files: ZeroFiles) -> None:
     _compare(files.optimizers, "list of flat groups' sizes", _group_sizes(files))
     everything = (*files.models, *files.optimizers)
     _compare(everything, "DeepSpeed version", lambda f: f.tree.get("ds_version"))
-    _compare(everything, "configuration", lambda f: _plain(f.tree.get("ds_config")))
+    _compare(everything, "configuration", _config)
     _compare(files.optimizers, "optimizer's step", _steps)
     _compare(files.optimizers, "learning rates", _rates)
     _compare(files.optimizers, "loss scale", _scale)
     for key in ("global_steps", "dp_world_size", "param_shapes", "frozen_param_shapes"):
-        _compare(files.models, key, lambda f, key=key: f.tree.get(key))
+        _compare(files.models, key, partial(_under, key=key))
     _compare(files.models, "list of names", lambda f: list(mapping(f, "module")))
     mics = files.config("zero_optimization", "mics_shard_size")
     is_mics = type(mics) is int and mics > 0
@@ -455,15 +475,19 @@ def _check_together(files: ZeroFiles) -> None:
         )
 
 
-def _compare(files: Sequence[TorchFile], what: str, of: Any) -> None:
+def _compare(files: Sequence[TorchFile], what: str, of: Callable[[TorchFile], Any]) -> None:
     expected = of(files[0]) if files else None
     for file in files[1:]:
         found = of(file)
-        if found != expected and not (found is None or expected is None):
+        if found != expected:
             raise CorruptCheckpointError(
                 f"{file.path} does not belong to {files[0].path.name}: its {what} "
                 f"{_differ(found, expected)}."
             )
+
+
+def _under(file: TorchFile, key: str) -> Any:
+    return file.tree.get(key)
 
 
 def _differ(found: Any, expected: Any) -> str:
@@ -485,6 +509,17 @@ def _group_sizes(files: ZeroFiles) -> Any:
     return lambda file: len(by_file[file])  # the last partition may be shorter
 
 
+_MOST_SETTINGS = 100_000
+
+
+def _config(file: TorchFile) -> Any:
+    """Return DeepSpeed's configuration as it can be compared."""
+    config = file.tree.get("ds_config")
+    if torchfile.weigh(config) > _MOST_SETTINGS:
+        raise CorruptCheckpointError(f"{file.path} has a configuration of too many settings.")
+    return _plain(config)
+
+
 def _plain(value: Any) -> Any:
     """Return a configuration with placeholders as their names, so that it can be compared."""
     if isinstance(value, Mapping):
@@ -502,7 +537,7 @@ def _steps(file: TorchFile) -> list[str] | None:
         step = entry.get("step") if isinstance(entry, Mapping) else None
         value = read_number(file, step) if isinstance(step, TensorRef) else step
         if isinstance(value, (int, float)):
-            steps.add(str(int(value)))
+            steps.add(str(int(value) if math.isfinite(value) else value))
     return sorted(steps) or None
 
 
@@ -532,18 +567,21 @@ def _inner_state(file: TorchFile) -> Mapping[str, Any]:
     return inner if isinstance(inner, Mapping) else {}
 
 
-def _progress(files: ZeroFiles) -> Iterator[str]:
-    """Yield a note where optimizer and model file do not say the same number of steps."""
+def _other_step(files: ZeroFiles) -> str | None:
+    """Return a note where optimizer and model file do not say the same number of steps."""
     made, skipped = files.model.get("global_steps"), files.model.get("skipped_steps", 0)
     steps = _steps(files.optimizers[0])
-    if steps is None or type(made) is not int or type(skipped) is not int:
-        return
+    if steps is None or len(steps) != 1 or type(made) is not int or type(skipped) is not int:
+        return None
     # Before 0.14 DeepSpeed made the moments by a step of its own, which counts.
-    if len(steps) == 1 and int(steps[0]) - (made - skipped) not in {0, 1}:
-        yield (
-            f"the optimizer says that it made {steps[0]} steps, the model file {made - skipped}: "
-            "their files are of two saves, or the optimizer began anew during the run"
-        )
+    version = re.match(r"(\d+)\.(\d+)", str(files.model.get("ds_version")))
+    is_old = version is not None and tuple(map(int, version.groups())) < (0, 14)
+    if int(steps[0] if steps[0].isdecimal() else -1) - (made - skipped) in {0, int(is_old)}:
+        return None
+    return (
+        f"the optimizer says that it made {steps[0]} steps, the model file {made - skipped}: "
+        "their files are of two saves, or the optimizer began anew during the run"
+    )
 
 
 def _is_number(value: Any) -> bool:

@@ -189,9 +189,10 @@ def _check_slices(
         if not isinstance(slices, list) or len(slices) != len(shapes):
             continue
         for group, said in enumerate(slices):
+            said = said if isinstance(said, Mapping) else {}  # noqa: PLW2901 -- not trusted
             found = [
                 (address.state.get("start"), address.state.get("numel"))
-                for address in (said.values() if isinstance(said, Mapping) else ())
+                for address in said.values()
                 if isinstance(address, Placeholder) and isinstance(address.state, Mapping)
             ]
             if found != list(expected[rank][group].values()):
@@ -203,6 +204,13 @@ def _check_slices(
 
 
 # ------------------------------------------------------------------ without partitions
+
+
+def has_unpartitioned_masters(files: ZeroFiles) -> bool:
+    """Whether the model file of a stage 0 run holds fp32 masters."""
+    optimizer = files.model.get("optimizer")
+    kinds = ("fp32_groups", "fp32_groups_flat")
+    return isinstance(optimizer, Mapping) and any(kind in optimizer for kind in kinds)
 
 
 def place_unpartitioned(files: ZeroFiles, names: Sequence[str]) -> dict[str, Placed]:
@@ -242,18 +250,18 @@ _SAMPLE_NUMEL = 64
 
 def check_samples(
     files: ZeroFiles, placed: Mapping[str, Placed], module: Mapping[str, TensorRef]
-) -> list[str]:
+) -> str | None:
     """Compare a few masters of each rank's partitions with the 16-bit weights beside them.
 
     Stages 1 and 2 only: there the model file holds the module's weights, which are the masters,
-    rounded. Returns notes.
+    rounded. Returns a note where some are not.
 
     Raises:
         CorruptCheckpointError: the masters of some ranks do not round to them while those of the
             others do: their files are of another save.
     """
     if files.stage == 3:
-        return []
+        return None
     agreed: dict[int, list[bool]] = {}
     for rank, name, start, end in _samples(placed, module):
         values = torch.empty(end - start, dtype=torch_dtype(placed[name].dtype))
@@ -268,13 +276,12 @@ def check_samples(
             f"the masters of rank {bad[0]} do not round to the weights there, those of other ranks "
             "do."
         )
-    if not all(all(results) for results in agreed.values()):
-        note = (
-            "the masters do not round to the module's 16-bit weights: something changed the one "
-            "and not the other before the save; masters are what training goes on with"
-        )
-        return [note]
-    return []
+    if all(all(results) for results in agreed.values()):
+        return None
+    return (
+        "the masters do not round to the module's 16-bit weights: something changed the one and "
+        "not the other before the save, and masters are what training goes on with"
+    )
 
 
 def _samples(
@@ -285,7 +292,7 @@ def _samples(
     for name, place_ in placed.items():
         ref = module.get(name)
         if ref is None or not ref.is_contiguous or not ref.dtype.is_floating:
-            continue
+            continue  # the shapes were compared before
         start = 0
         for piece in place_.placement.pieces(0, ref.numel):
             if taken.get(piece.rank, 0) < 3:

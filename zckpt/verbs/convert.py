@@ -16,7 +16,12 @@ import torch
 
 from zckpt import hf, records
 from zckpt.digests import Block, blocks_of, of_block, of_tensor
-from zckpt.errors import MissingParametersError, NotACheckpointError, UsageError
+from zckpt.errors import (
+    MissingParametersError,
+    NoSpaceError,
+    NotACheckpointError,
+    UsageError,
+)
 from zckpt.manifest import Digest, LeftOut, Manifest
 from zckpt.names import as_patterns, listed, matches_any
 from zckpt.plan import INDEX_NAME, FilePlan, plan_files
@@ -26,7 +31,7 @@ from zckpt.sources.consolidated import find
 from zckpt.sources.zero import ZeroEntry, ZeroFolder
 from zckpt.spec import DTYPES, AliasGroup, DType
 from zckpt.tensors import CHUNK_BYTES, as_bytes, chunks
-from zckpt.torchfile import Checksums
+from zckpt.torchfile import Checksums, Record
 from zckpt.writers import commit, stream
 
 CASTS = {"keep": None, "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -53,7 +58,7 @@ class ConvertReport:
     left_out: tuple[LeftOut, ...]
     """What the module has and the files do not, and why."""
     read_bytes: int
-    """Bytes of tensors read from the folder."""
+    """Bytes read from the folder: of each record that is needed, all, for its CRC-32."""
     memory_bytes: int
     """About what all threads together hold at a time."""
     estimated_s: float
@@ -120,7 +125,7 @@ def convert(
         jobs: threads; by default one a core.
         digest: hash the tensors while they are written. Without it `verify` compares less.
         overwrite: replace a zckpt checkpoint at `out_dir`.
-        dry_run: read the folder's directories and pickles, plan, and write nothing.
+        dry_run: read the folder's directories and pickles and a sample, plan, and write nothing.
         progress: called with (bytes written so far, bytes in all).
 
     Raises:
@@ -134,7 +139,7 @@ def convert(
     After any error whatever `out_dir` held is as it was.
     """
     seconds: dict[str, float] = {}
-    cast, target, threads = _checked(dtype, out_dir, jobs)
+    cast, target, threads = _checked(dtype, out_dir, tag, jobs)
     config = None if assets is None else _assets(assets)
     with _timed(seconds, "open"):
         checks = Checksums()
@@ -148,12 +153,14 @@ def convert(
             source.specs, [entry.group for entry in entries], max_shard_size=max_shard_size
         )
         commit.check_target(target, overwrite=overwrite)
+        _keep_inputs(target, folder.path, config)
+        read_bytes = sum(record.size_bytes for record in _records(entries))
         if not dry_run:
             commit.check_space(target, plan.size_bytes)
     if dry_run:
         with _timed(seconds, "sample"):
             rate = _sample_rate(source, plan, hashes=digest)
-        manifest, estimated_s = None, plan.size_bytes / rate / threads
+        manifest, estimated_s = None, max(plan.size_bytes, read_bytes) / rate / threads
     else:
         with commit.staged(alone(), target, overwrite=overwrite) as staging, _one_thread_each():
             with _timed(seconds, "write"):
@@ -183,13 +190,17 @@ def convert(
         tensors=len(plan.tensors),
         aliases={alias: e.group.owner for e in entries for alias in e.group.aliases},
         left_out=left_out,
-        read_bytes=sum(entry.spec.size_bytes for entry in entries),
+        read_bytes=read_bytes,
         memory_bytes=threads * _CHUNKS_HELD * CHUNK_BYTES,
         estimated_s=estimated_s,
         jobs=threads,
         manifest=manifest,
         seconds=seconds,
-        notes=(*_said(folder, manifest), *_hints(folder, assets)),
+        notes=(
+            *_said(folder, manifest),
+            *_hints(folder, assets),
+            *(_lacks_space(target, plan) if dry_run else ()),
+        ),
     )
 
 
@@ -201,7 +212,7 @@ _CHUNKS_HELD = 3
 
 
 def _checked(
-    dtype: str, out_dir: str | os.PathLike[str], jobs: int | None
+    dtype: str, out_dir: str | os.PathLike[str], tag: str | None, jobs: int | None
 ) -> tuple[DType | None, Path, int]:
     if dtype not in CASTS:
         raise UsageError(f"dtype={dtype!r}: expected one of {', '.join(map(repr, CASTS))}.")
@@ -213,6 +224,8 @@ def _checked(
         )
     if jobs is not None and (type(jobs) is not int or not 1 <= jobs <= 1024):
         raise UsageError(f"jobs={jobs!r}: expected a number of threads from 1 to 1024.")
+    if tag is not None and not isinstance(tag, str):
+        raise UsageError(f"tag={tag!r}: expected the name of a folder.")
     word = CASTS[dtype]
     return None if word is None else DTYPES[word], target, jobs or len(os.sched_getaffinity(0))
 
@@ -234,6 +247,16 @@ def _assets(assets: str | os.PathLike[str]) -> Path:
     return place
 
 
+def _keep_inputs(target: Path, *inputs: Path | None) -> None:
+    """Refuse a target that holds what is read: replacing it would delete that."""
+    for place in inputs:
+        if place is not None and target in (place.resolve(), *place.resolve().parents):
+            raise UsageError(
+                f"{target} holds {place}, which is read, and would be replaced as a whole; name "
+                "another folder."
+            )
+
+
 def _refuse_missing(folder: ZeroFolder, allowed: tuple[str, ...], *, exclude_frozen: bool) -> None:
     if exclude_frozen and not folder.files.stage:
         raise UsageError(
@@ -244,16 +267,19 @@ def _refuse_missing(folder: ZeroFolder, allowed: tuple[str, ...], *, exclude_fro
     if missing and not exclude_frozen:
         raise MissingParametersError(
             f"{folder.path} lacks {len(missing)} parameters of the module: {listed(missing)}. "
+            f"{'It was saved with exclude_frozen_parameters. ' if folder.lacks_frozen else ''}"
             "Neither the DeepSpeed optimizer held them nor were they saved as frozen: they were "
-            "trained by something else (LOMO, a second optimizer), or written by an old version. "
+            "trained by something else (LOMO, a second optimizer), or an old version did not save "
+            "them, or they share a tensor and the record of that was lost. "
             "Save them from the live model with save_consolidated; or go on without them: "
             f"--allow-missing {missing[0]!r} (or a pattern), or --exclude-frozen, which leaves out "
             "all that the optimizer does not hold."
         )
-    if folder.lacks_frozen and not allowed and not exclude_frozen:
+    if folder.lacks_frozen and "*" not in allowed and not exclude_frozen:
         raise MissingParametersError(
             f"{folder.path} was saved with exclude_frozen_parameters, so its frozen parameters are "
-            "not in it, not even by name. To convert the others pass --exclude-frozen."
+            "not in it, not even by name. To convert the others: --exclude-frozen, or "
+            "--allow-missing '*'"
         )
 
 
@@ -267,6 +293,9 @@ def _chosen(
     """Return the entries to convert, under the names that are asked for, and what is left out."""
     left_out = list(folder.left_out)
     left_out += [LeftOut(name=name, reason="not in the ZeRO folder") for name in folder.missing]
+    if folder.lacks_frozen:
+        reason = "saved with exclude_frozen_parameters: not in the ZeRO folder, not even by name"
+        left_out.append(LeftOut(name="(frozen parameters)", reason=reason))
     chosen = []
     for entry in folder.entries:
         names = entry.group.names
@@ -304,6 +333,25 @@ def _hints(folder: ZeroFolder, assets: str | os.PathLike[str] | None) -> Iterato
             return
 
 
+def _lacks_space(target: Path, plan: FilePlan) -> Iterator[str]:
+    try:
+        commit.check_space(target, plan.size_bytes)
+    except NoSpaceError as error:
+        yield str(error)
+
+
+def _records(entries: Iterable[ZeroEntry]) -> Iterator[Record]:
+    """Yield each record of a file from which values come, once."""
+    seen = set()
+    for entry in entries:
+        for piece in entry.placed.placement.pieces(0, entry.spec.numel):
+            file, ref = entry.placed.parts[piece.rank][piece.group]
+            key = (file.path, ref.storage.key)
+            if key not in seen:
+                seen.add(key)
+                yield file.record(ref.storage)
+
+
 # ------------------------------------------------------------------ copying
 
 
@@ -323,21 +371,21 @@ def _write(
     of_blocks: dict[str, dict[int, bytes]] = {name: {} for name in plan.tensors}
     total = sum(tensor.spec.size_bytes for tensor in plan.tensors.values())
     done = 0
-    with stream.open_writer(folder) as writer:
+    writer = stream.Writer(folder)
 
-        def copy(block: Block) -> None:
-            nonlocal done
-            found = writer.write(plan.tensors[block.name], block, source, hashes=hashes)
-            with lock:
-                of_blocks[block.name][block.index] = found
-                done += block.size_bytes
-                if progress is not None:
-                    progress(done, total)
+    def copy(block: Block) -> None:
+        nonlocal done
+        found = writer.write(plan.tensors[block.name], block, source, hashes=hashes)
+        with lock:
+            of_blocks[block.name][block.index] = found
+            done += block.size_bytes
+            if progress is not None:
+                progress(done, total)
 
-        lock = threading.Lock()
-        blocks = (b for tensor in plan.tensors.values() for b in blocks_of(tensor.spec))
-        _in_threads(copy, blocks, threads)
-        writer.sync()
+    lock = threading.Lock()
+    blocks = (b for tensor in plan.tensors.values() for b in blocks_of(tensor.spec))
+    _in_threads(copy, blocks, threads)
+    writer.sync()
     _in_threads(lambda part: checks.read_rest(*part), list(checks.unread()), threads)
     checks.verify()
     return {
@@ -370,15 +418,28 @@ def _in_threads(work: Callable[[T], None], items: Iterable[T], threads: int) -> 
             is_over.set()
 
 
+_casting = threading.Lock()
+_conversions: list[int] = []
+"""torch's number of threads before each conversion that goes on now."""
+
+
 @contextmanager
 def _one_thread_each() -> Iterator[None]:
-    """Have torch cast in the calling thread: ours are as many as there are cores already."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
+    """Have torch cast in the calling thread: ours are as many as there are cores already.
+
+    The setting is the process's. The first of several conversions changes it, the last one puts it
+    back.
+    """
+    with _casting:
+        _conversions.append(_conversions[0] if _conversions else torch.get_num_threads())
+        torch.set_num_threads(1)
     try:
         yield
     finally:
-        torch.set_num_threads(before)
+        with _casting:
+            before = _conversions.pop()
+            if not _conversions:
+                torch.set_num_threads(before)
 
 
 _SAMPLE_BYTES = 64 << 20

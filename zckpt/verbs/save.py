@@ -293,13 +293,13 @@ def _plan(
 def _write(team: Team, source: LiveSource, plan: SavePlan, folder: Path) -> dict[str, Digest]:
     """Write every block, each rank its share of each bucket; return all tensors' digests."""
     mine: dict[Block, bytes] = {}
-    with stream.open_writer(folder) as writer:
-        for bucket, shares in zip(plan.buckets, plan.shares, strict=True):
-            with source.window(bucket), team.together(f"writing {bucket[0]} and what follows it"):
-                for block in shares[team.rank] if team.rank < len(shares) else ():
-                    mine[block] = writer.write(plan.tensors[block.name], block, source)
-        with team.together("syncing its files to the disk"):
-            writer.sync()
+    writer = stream.Writer(folder)
+    for bucket, shares in zip(plan.buckets, plan.shares, strict=True):
+        with source.window(bucket), team.together(f"writing {bucket[0]} and what follows it"):
+            for block in shares[team.rank] if team.rank < len(shares) else ():
+                mine[block] = writer.write(plan.tensors[block.name], block, source)
+    with team.together("syncing its files to the disk"):
+        writer.sync()
     everyone = {block: digest for part in team.gather(mine) for block, digest in part.items()}
     return {
         name: of_tensor([everyone[block] for block in blocks_of(tensor.spec)])

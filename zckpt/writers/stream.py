@@ -6,9 +6,8 @@ import ctypes
 import errno
 import os
 import sys
-import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
@@ -38,11 +37,14 @@ def lay_out(folder: Path, files: tuple[PlannedFile, ...]) -> None:
         NoSpaceError: the disk is full.
         OSError: the files are there already, or cannot be made.
     """
-    for file in files:
-        with (folder / file.name).open("xb") as handle:
-            handle.write(file.header)
-            handle.flush()
-            _reserve(handle.fileno(), file.size_bytes)
+    try:
+        for file in files:
+            with (folder / file.name).open("xb") as handle:
+                handle.write(file.header)
+                handle.flush()
+                _reserve(handle.fileno(), file.size_bytes)
+    except OSError as error:
+        raise _explained(error) from error
 
 
 _CANNOT_RESERVE = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
@@ -80,14 +82,18 @@ def _begin_writeback(descriptor: int, start: int, size_bytes: int) -> None:
 
 
 class Writer:
-    """This process's open files. Use inside `open_writer`."""
+    """Writes into the laid-out files of a folder."""
 
-    def __init__(self, folder: Path, stack: ExitStack) -> None:
-        """Open nothing yet."""
+    def __init__(self, folder: Path) -> None:
+        """Open nothing yet.
+
+        Raises:
+            UnsupportedError: the machine is not little-endian, as the files are.
+        """
+        if sys.byteorder != "little":
+            raise UnsupportedError("safetensors files are little-endian; this machine is not.")
         self._folder = folder
-        self._stack = stack
-        self._files: dict[str, int] = {}
-        self._lock = threading.Lock()
+        self._written: dict[str, None] = {}
 
     def write(
         self, tensor: PlannedTensor, block: Block, source: Reads, *, hashes: bool = True
@@ -97,46 +103,40 @@ class Writer:
         May be called from several threads for different blocks. Without `hashes` the digest is
         empty. Memory: one chunk of 1 MiB, where the source has to cast or to leave a device.
         """
-        descriptor = self._open(tensor.file)
         size_bytes = tensor.spec.dtype.size_bytes
+        with self._opened(tensor.file) as descriptor:
 
-        def parts() -> Iterator[memoryview]:
-            for start, end in chunks(block.start, block.end, size_bytes):
-                data = as_bytes(source.read(block.name, start, end))
-                write_all(descriptor, data, tensor.span.start + start * size_bytes)
-                yield data
+            def parts() -> Iterator[memoryview]:
+                for start, end in chunks(block.start, block.end, size_bytes):
+                    data = as_bytes(source.read(block.name, start, end))
+                    write_all(descriptor, data, tensor.span.start + start * size_bytes)
+                    yield data
 
-        digest = b""
-        if hashes:
-            digest = digests.of_block(parts())
-        else:
-            for _ in parts():
-                pass
-        start = tensor.span.start + block.start * size_bytes
-        _begin_writeback(descriptor, start, block.size_bytes)
+            digest = b""
+            if hashes:
+                digest = digests.of_block(parts())
+            else:
+                for _ in parts():
+                    pass
+            start = tensor.span.start + block.start * size_bytes
+            _begin_writeback(descriptor, start, block.size_bytes)
         return digest
 
     def sync(self) -> None:
         """Have the operating system put all that this process wrote on the disk."""
-        for descriptor in self._files.values():
-            os.fsync(descriptor)
+        for name in self._written:
+            with self._opened(name) as descriptor:
+                os.fsync(descriptor)
 
-    def _open(self, name: str) -> int:
-        with self._lock:
-            if name not in self._files:
-                descriptor = os.open(self._folder / name, os.O_WRONLY)
-                self._stack.callback(os.close, descriptor)
-                self._files[name] = descriptor
-            return self._files[name]
-
-
-@contextmanager
-def open_writer(folder: Path) -> Iterator[Writer]:
-    """Yield a writer into the laid-out files of a folder; its files are closed at the end."""
-    if sys.byteorder != "little":
-        raise UnsupportedError("safetensors files are little-endian; this machine is not.")
-    with ExitStack() as stack:
-        yield Writer(folder, stack)
+    @contextmanager
+    def _opened(self, name: str) -> Iterator[int]:
+        """Yield a file to write to. A large model has more files than a process may hold open."""
+        descriptor = os.open(self._folder / name, os.O_WRONLY)
+        self._written[name] = None
+        try:
+            yield descriptor
+        finally:
+            os.close(descriptor)
 
 
 _IS_FULL = {errno.ENOSPC, errno.EDQUOT}
@@ -144,7 +144,7 @@ _IS_FULL = {errno.ENOSPC, errno.EDQUOT}
 
 def _explained(error: OSError) -> OSError:
     """Return a `NoSpaceError` for a full disk or quota, and any other error as it is."""
-    if error.errno not in _IS_FULL:
+    if error.errno not in _IS_FULL or isinstance(error, NoSpaceError):
         return error
     return NoSpaceError(
         error.errno, f"{error.strerror}: the disk filled up during the save, which left nothing."
